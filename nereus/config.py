@@ -1,0 +1,180 @@
+"""The configuration of a run: frozen records only; `nereus.cli.load` fills them from YAML with dotted overrides.
+
+`validate` (in `nereus.feasible`) says whether the values fit together; here are the values and their defaults.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunConfig:
+    """Who and where: the run's name, its folder's parent, its seed, its number of PPO steps."""
+
+    name: str = "run"
+    folder: str = "runs"
+    seed: int = 1
+    steps: int = 20
+    group: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelConfig:
+    """A Llama-like model that the run creates from its seed; the vocabulary is the byte tokenizer's."""
+
+    layers: int = 4
+    hidden: int = 128
+    heads: int = 8
+    kv_heads: int = 4
+    head_dim: int = 32
+    ffn: int = 384
+    vocab: int = 259
+    dtype: str = "float32"
+    norm_eps: float = 1e-5
+    rope_theta: float = 10000.0
+    init_std: float = 0.02
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataConfig:
+    """The task (a reasoning-gym data set) and the size of a step's batch."""
+
+    task: str = "chain_sum"
+    task_options: dict[str, object] = field(default_factory=dict)
+    prompt_template: str = "{question}"
+    prompts_per_step: int = 16
+    samples_per_prompt: int = 4
+    max_prompt_tokens: int = 48
+    max_response_tokens: int = 8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RolloutConfig:
+    """How vLLM samples."""
+
+    temperature: float = 1.0
+    kv_cache_bytes: int = 8 << 20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AlgorithmConfig:
+    """PPO: advantages, losses and optimizers."""
+
+    adv_estimator: str = "gae"
+    gamma: float = 1.0
+    lam: float = 1.0
+    whiten_advantages: bool = True
+    kl_coef: float = 0.0
+    clip_ratio_low: float = 0.2
+    clip_ratio_high: float = 0.2
+    dual_clip_ratio: float = 3.0
+    value_clip: float = 0.2
+    entropy_coef: float = 0.0
+    loss_agg_mode: str = "token-mean"
+    mini_batches: int = 2
+    epochs: int = 1
+    actor_lr: float = 1e-3
+    critic_lr: float = 1e-3
+    weight_decay: float = 0.0
+    clip_grad: float = 1.0
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.95
+    adam_eps: float = 1e-8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WarmupConfig:
+    """Supervised warm-up of the actor before PPO, so that rewards are not all zero."""
+
+    steps: int = 100
+    samples: int = 64
+    lr: float = 3e-3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FleetConfig:
+    """The slots: how many, and the memory budget of each above the process after its imports."""
+
+    slots: int = 4
+    slot_budget_bytes: int = 1 << 30
+    start_timeout_seconds: float = 300.0
+    phase_timeout_seconds: float = 300.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TransferConfig:
+    """State movement: staging on a slot never exceeds a bucket (send and receive halves together)."""
+
+    bucket_bytes: int = 4 << 20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageConfig:
+    """How one model-stage is cut. `slots` and `shares` default to the first slots and to equal shares.
+
+    `pipeline` gives decoder layers per pipeline rank (default: even). `distributed_optimizer` shards moments and
+    masters over DP. `micro_batch` is in samples.
+    """
+
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    pipeline: tuple[int, ...] | None = None
+    slots: tuple[int, ...] | None = None
+    shares: tuple[int, ...] | None = None
+    micro_batch: int = 8
+    distributed_optimizer: bool = True
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanConfig:
+    """One `StageConfig` for every model-stage."""
+
+    actor_train: StageConfig = field(default_factory=StageConfig)
+    actor_generate: StageConfig = field(default_factory=StageConfig)
+    critic_train: StageConfig = field(default_factory=StageConfig)
+    reference_infer: StageConfig = field(default_factory=StageConfig)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanChange:
+    """Stages to cut anew; a stage left out stays as it is."""
+
+    actor_train: StageConfig | None = None
+    actor_generate: StageConfig | None = None
+    critic_train: StageConfig | None = None
+    reference_infer: StageConfig | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChangeConfig:
+    """A scripted change of plan: carried out before step `step` begins (steps count from 1)."""
+
+    step: int
+    plan: PlanChange
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoggerConfig:
+    """W&B: `auto` is online when the user is logged in and offline otherwise; also `offline`, `online`, `off`."""
+
+    wandb: str = "auto"
+    project: str = "nereus"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Config:
+    """Everything a run is; its resolved form is written beside the run as config.yaml."""
+
+    run: RunConfig = field(default_factory=RunConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    warmup: WarmupConfig = field(default_factory=WarmupConfig)
+    fleet: FleetConfig = field(default_factory=FleetConfig)
+    transfer: TransferConfig = field(default_factory=TransferConfig)
+    plan: PlanConfig = field(default_factory=PlanConfig)
+    changes: tuple[ChangeConfig, ...] = ()
+    logger: LoggerConfig = field(default_factory=LoggerConfig)

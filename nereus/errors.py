@@ -1,0 +1,67 @@
+"""The error tree: every message says what, where, what was expected and what to do next.
+
+NereusError
+  ConfigError       a key of the configuration is wrong; nothing has started
+  InfeasiblePlan    a plan cannot hold its models in the slots it names
+  SlotOutOfMemory   a slot's ledger refused an entry beyond its budget
+  TransferFailed    bytes on the wire are not the plan's, or a peer did not answer
+  DigestMismatch    state after a movement is not the state before it
+  InvalidEvent      the controller was told something that cannot be true now
+  JournalError      a run folder cannot be read or written
+  SlotFailed        a slot process raised or died; carries its traceback
+"""
+
+from __future__ import annotations
+
+
+class NereusError(Exception):
+    """The root of all errors that Nereus raises on purpose."""
+
+
+class ConfigError(NereusError):
+    """A wrong key of the configuration: names the key, the value and what would be right."""
+
+    def __init__(self, key: str, value: object, expected: str) -> None:
+        super().__init__(f"{key} = {value!r}: {expected}")
+        self.key, self.value, self.expected = key, value, expected
+
+    def __reduce__(self) -> tuple[type[ConfigError], tuple[str, object, str]]:
+        return type(self), (self.key, self.value, self.expected)
+
+
+class InfeasiblePlan(ConfigError):
+    """A plan cannot hold its models in the slots it names."""
+
+
+class SlotOutOfMemory(NereusError):
+    """A slot's ledger refused an entry: `needed_bytes` for `component` in `phase`, `free_bytes` left of the budget."""
+
+    def __init__(self, slot: int, phase: str, component: str, needed_bytes: int, free_bytes: int) -> None:
+        super().__init__(
+            f"slot {slot} in phase {phase}: {component} needs {needed_bytes:,} bytes, {free_bytes:,} are left of its "
+            "budget; raise fleet.slot_budget_bytes or choose a layout with more shards"
+        )
+        self.args_kept = (slot, phase, component, needed_bytes, free_bytes)
+
+    def __reduce__(self) -> tuple[type[SlotOutOfMemory], tuple[int, str, str, int, int]]:
+        return type(self), self.args_kept
+
+
+class TransferFailed(NereusError):
+    """Bytes on the wire are not the plan's, or a peer did not answer in time."""
+
+
+class DigestMismatch(NereusError):
+    """State after a movement is not the state before it."""
+
+
+class InvalidEvent(NereusError):
+    """The controller was told something that cannot be true in its present state."""
+
+
+class JournalError(NereusError):
+    """A run folder cannot be read or written."""
+
+
+class SlotFailed(NereusError):
+    """A slot process raised or died; the message carries the slot and its traceback."""

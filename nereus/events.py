@@ -1,0 +1,79 @@
+"""What a world reports to the controller, and what the controller commands. Time comes in with events."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from nereus.layout import Plan
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobReady:
+    """Slots are up, models are built under the first plan, warm-up is done; `step` is the next PPO step."""
+
+    at_seconds: float
+    step: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepFinished:
+    """A PPO step ended and its state is live."""
+
+    at_seconds: float
+    step: int
+    step_seconds: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TransitionDone:
+    """The state version `state_version` is committed and live under `plan`."""
+
+    at_seconds: float
+    plan: Plan
+    state_version: int
+    pause_seconds: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TransitionFailed:
+    """The change to `plan` was undone; the plan before it is live again."""
+
+    at_seconds: float
+    plan: Plan
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StopRequested:
+    """The user asked the run to stop at its next safe point."""
+
+    at_seconds: float
+
+
+Event = JobReady | StepFinished | TransitionDone | TransitionFailed | StopRequested
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunStep:
+    """Carry out PPO step `step` under the present plan."""
+
+    step: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChangePlan:
+    """Bring the job to `plan` before step `step`, as one transaction."""
+
+    step: int
+    plan: Plan
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finish:
+    """End the run; `reason` is done or stopped."""
+
+    reason: str
+
+
+Command = RunStep | ChangePlan | Finish

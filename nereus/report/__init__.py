@@ -1,0 +1,1 @@
+"""What a run shows: the live display and the summary, folds of its records."""

@@ -1,0 +1,303 @@
+"""What came of a run: a fold of its journal and metrics, and its text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from nereus.report.display import bytes_text, in_order
+from nereus.runtime.journal import RunFolder, read_journal
+from nereus.runtime.metrics import read_metrics
+
+WINDOW_STEPS = 5
+REWARD_MEAN, REWARD_STD, REWARD_COUNT = "critic/score/mean", "critic/score/std", "critic/score/count"
+SYNC_SECONDS, PAUSE_SECONDS = "timing_s/update_weights", "timing_s/transition"
+PHASE_PREFIX = "timing_s/"
+SYNC_BYTES = "transition/sync_counted_bytes"
+PARITY_MAX, PARITY_MEAN_EXP = "rollout_corr/logp_diff_max", "rollout_corr/mean_exp_abs_diff"
+PEAK_PREFIX = "perf/ledger_bytes/slot_"  # followed by the slot
+TERMINAL = ("transition_done", "transition_failed")
+
+Row = Mapping[str, float]
+Event = Mapping[str, object]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RewardGain:
+    """Mean reward of the first and the last `window_steps` steps; `error_ratio`: last - first in standard errors (may be inf).
+
+    The standard error is that of a difference of two means: in each window the variance of all its samples (within
+    and between its steps) over their count. Without stds and counts it is the variance of the step means over steps.
+    """
+
+    window_steps: int
+    first_reward: float
+    last_reward: float
+    error_ratio: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TransitionSummary:
+    """One change of layout: what it cost, part by part; `reason` says why it failed, "" when it did not."""
+
+    transition: str
+    step: int
+    before: str
+    after: str
+    pause_seconds: float
+    seconds: Mapping[str, float]
+    planned_bytes: int
+    counted_bytes: int
+    state_version: int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Summary:
+    """A run's outcome. NaN and empty mappings stand for what its records do not say.
+
+    `training_seconds` runs from the end of the warm-up (else the run's start) to the last event;
+    `transition_fraction` is the share of it that transitions stopped the job for.
+    """
+
+    folder: Path
+    outcome: str
+    steps: int
+    planned_steps: int
+    reward: RewardGain | None
+    phase_seconds: Mapping[str, float]
+    transitions: tuple[TransitionSummary, ...]
+    run_seconds: float
+    training_seconds: float
+    transition_fraction: float
+    sync_seconds: float
+    sync_bytes: float
+    parity_max_nats: float
+    mean_exp_abs: float
+    peak_ledger_bytes: Mapping[str, int]
+
+
+def summarise(folder: Path) -> Summary:
+    """The summary of the run in `folder`. Raises JournalError when its records cannot be read; absent metrics are none."""
+    run = RunFolder(path=folder)
+    metrics = read_metrics(run.metrics) if run.metrics.is_file() else []
+    return fold(read_journal(run.events), metrics, folder)
+
+
+def fold(events: Sequence[Event], metrics: Sequence[Row], folder: Path) -> Summary:
+    """The summary that `events` and `metrics` (one row a step, in order) tell: pure."""
+    stopped = _last(events, "run_stopped")
+    transitions = tuple(_transitions(events))
+    training_seconds = _seconds_from(events, _last(events, "warmup_done") or _last(events, "run_started"))
+    paused_seconds = sum(_known(entry.pause_seconds for entry in transitions))
+    return Summary(
+        folder=folder,
+        outcome=str(stopped.get("reason", "unknown")) if stopped else "unfinished",
+        steps=len(metrics),
+        planned_steps=_planned_steps(events),
+        reward=reward_gain(metrics),
+        phase_seconds=_phase_seconds(metrics),
+        transitions=transitions,
+        run_seconds=_seconds_from(events, _last(events, "run_started")),
+        training_seconds=training_seconds,
+        transition_fraction=paused_seconds / training_seconds if training_seconds > 0 else math.nan,
+        sync_seconds=_mean(_column(metrics, SYNC_SECONDS)),
+        sync_bytes=_mean(_column(metrics, SYNC_BYTES)),
+        parity_max_nats=max(_column(metrics, PARITY_MAX), default=math.nan),
+        mean_exp_abs=_mean(_column(metrics, PARITY_MEAN_EXP)),
+        peak_ledger_bytes=_peaks(metrics),
+    )
+
+
+def reward_gain(metrics: Sequence[Row]) -> RewardGain | None:
+    """The gain from the first WINDOW_STEPS steps to the last (fewer when the windows would overlap); None below two."""
+    rows = [row for row in metrics if math.isfinite(row.get(REWARD_MEAN, math.nan))]
+    window = min(WINDOW_STEPS, len(rows) // 2)
+    if window == 0:
+        return None
+    first, first_variance = _mean_and_variance(rows[:window])
+    last, last_variance = _mean_and_variance(rows[-window:])
+    error = math.sqrt(first_variance + last_variance)
+    if error > 0:
+        error_ratio = (last - first) / error
+    else:
+        error_ratio = 0.0 if last == first else math.copysign(math.inf, last - first)
+    return RewardGain(window_steps=window, first_reward=first, last_reward=last, error_ratio=error_ratio)
+
+
+def render(summary: Summary) -> str:
+    """The text of `summary`, for people."""
+    blocks = [_head(summary), _phases(summary), _moves(summary), _sync(summary), _memory(summary), _places(summary)]
+    return "\n\n".join("\n".join(block) for block in blocks if block) + "\n"
+
+
+def _mean_and_variance(rows: Sequence[Row]) -> tuple[float, float]:
+    """The mean reward of `rows` and the variance of that mean (NaN for one step without std and count)."""
+    means = [row[REWARD_MEAN] for row in rows]
+    counts = [row.get(REWARD_COUNT, math.nan) for row in rows]
+    stds = [row.get(REWARD_STD, math.nan) for row in rows]
+    total = sum(counts)
+    if all(map(math.isfinite, [*counts, *stds])) and total > 1:
+        mean = sum(count * value for count, value in zip(counts, means, strict=True)) / total
+        within = sum((count - 1) * std**2 for count, std in zip(counts, stds, strict=True))
+        between = sum(count * (value - mean) ** 2 for count, value in zip(counts, means, strict=True))
+        return mean, (within + between) / (total - 1) / total
+    mean = _mean(means)
+    if len(means) < 2:
+        return mean, math.nan
+    return mean, sum((value - mean) ** 2 for value in means) / (len(means) - 1) / len(means)
+
+
+def _transitions(events: Sequence[Event]) -> Iterable[TransitionSummary]:
+    """The transitions in the order of their end; what their end does not say is taken from their start."""
+    begun = {str(event.get("transition")): event for event in events if event.get("kind") == "transition_started"}
+    for event in events:
+        if event.get("kind") in TERMINAL:
+            name = str(event.get("transition"))
+            known = {**begun.pop(name, {}), **event}
+            yield _transition(name, known, str(event.get("reason", "")))
+    for name, event in begun.items():
+        yield _transition(name, event, "did not end")
+
+
+def _transition(name: str, known: Event, reason: str) -> TransitionSummary:
+    seconds = known.get("seconds")
+    parts = {str(part): _number(value) for part, value in seconds.items()} if isinstance(seconds, Mapping) else {}
+    pause = _number(known.get("pause_seconds"))
+    return TransitionSummary(
+        transition=name,
+        step=_count(known.get("step")),
+        before=str(known.get("from", "")),
+        after=str(known.get("to", "")),
+        pause_seconds=pause if math.isfinite(pause) or not parts else sum(parts.values()),
+        seconds=parts,
+        planned_bytes=_count(known.get("planned_bytes")),
+        counted_bytes=_count(known.get("counted_bytes")),
+        state_version=_count(known.get("state_version")),
+        reason=reason,
+    )
+
+
+def _phase_seconds(metrics: Sequence[Row]) -> dict[str, float]:
+    """Mean seconds of every phase over the steps that have it, in the order of first sight; changes are not phases."""
+    keys = dict.fromkeys(key for row in metrics for key in row if key.startswith(PHASE_PREFIX) and key != PAUSE_SECONDS)
+    return {key.removeprefix(PHASE_PREFIX): _mean(_column(metrics, key)) for key in keys}
+
+
+def _peaks(metrics: Sequence[Row]) -> dict[str, int]:
+    """The largest ledger of every slot, in bytes, by the slot's number."""
+    keys = {key for row in metrics for key in row if key.startswith(PEAK_PREFIX)}
+    peaks = {key.removeprefix(PEAK_PREFIX): max(_column(metrics, key), default=math.nan) for key in keys}
+    known = {slot: int(peak) for slot, peak in peaks.items() if math.isfinite(peak)}
+    return dict(sorted(known.items(), key=lambda entry: (len(entry[0]), entry[0])))
+
+
+def _planned_steps(events: Sequence[Event]) -> int:
+    """`run.steps` of the config in `run_started`; 0 when it is not told."""
+    started = _last(events, "run_started")
+    config = started.get("config") if started else None
+    run = config.get("run") if isinstance(config, Mapping) else None
+    return _count(run.get("steps")) if isinstance(run, Mapping) else 0
+
+
+def _seconds_from(events: Sequence[Event], start: Event | None) -> float:
+    return _number(events[-1].get("at_seconds")) - _number(start.get("at_seconds")) if start else math.nan
+
+
+def _last(events: Sequence[Event], kind: str) -> Event | None:
+    return next((event for event in reversed(events) if event.get("kind") == kind), None)
+
+
+def _column(metrics: Sequence[Row], key: str) -> list[float]:
+    return _known(row.get(key, math.nan) for row in metrics)
+
+
+def _known(values: Iterable[float]) -> list[float]:
+    return [value for value in values if math.isfinite(value)]
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else math.nan
+
+
+def _number(value: object) -> float:
+    return float(value) if isinstance(value, int | float) else math.nan
+
+
+def _count(value: object) -> int:
+    return int(value) if isinstance(value, int | float) and math.isfinite(value) else 0
+
+
+def _head(summary: Summary) -> list[str]:
+    planned = f" of {summary.planned_steps}" if summary.planned_steps else ""
+    took = f", {summary.run_seconds:.1f} s" if math.isfinite(summary.run_seconds) else ""
+    lines = [f"run {summary.folder.name}: {summary.outcome}, {summary.steps}{planned} steps{took}"]
+    if summary.reward is not None:
+        gain = summary.reward
+        lines.append(
+            f"reward: {gain.first_reward:.3f} in the first {gain.window_steps} steps, {gain.last_reward:.3f} in the last "
+            f"{gain.window_steps}: {gain.last_reward - gain.first_reward:+.3f}, {gain.error_ratio:+.1f} standard errors"
+        )
+    return lines
+
+
+def _phases(summary: Summary) -> list[str]:
+    if not summary.phase_seconds:
+        return []
+    rows = [(name, f"{seconds:.3f}") for name, seconds in summary.phase_seconds.items()]
+    return ["mean seconds of a step's phases", *_aligned(rows)]
+
+
+def _moves(summary: Summary) -> list[str]:
+    if not summary.transitions:
+        return ["transitions: none"]
+    lines = ["transitions"]
+    for entry in summary.transitions:
+        lines.append(f"  before step {entry.step}: {entry.before} -> {entry.after}")
+        if entry.reason:
+            lines.append(f"    failed: {entry.reason}")
+            continue
+        parts = ", ".join(f"{part} {entry.seconds[part]:.3f}" for part in in_order(entry.seconds))
+        lines.append(f"    pause {entry.pause_seconds:.3f} s{f' ({parts})' if parts else ''}")
+        same = "equal" if entry.planned_bytes == entry.counted_bytes else "NOT EQUAL"
+        counts = f"planned {entry.planned_bytes:,}, counted {entry.counted_bytes:,}: {same}"
+        lines.append(f"    bytes {counts} ({bytes_text(entry.counted_bytes)}); state version {entry.state_version}")
+    if math.isfinite(summary.transition_fraction):
+        share = f"{summary.transition_fraction:.2%} of the {summary.training_seconds:.1f} s of training"
+        lines.append(f"  share of run time: {share}")
+    return lines
+
+
+def _sync(summary: Summary) -> list[str]:
+    lines = []
+    if math.isfinite(summary.sync_seconds):
+        moved = f", {summary.sync_bytes:,.0f} bytes" if math.isfinite(summary.sync_bytes) else ""
+        lines.append(f"weight sync, mean of a step: {summary.sync_seconds:.3f} s{moved}")
+    if math.isfinite(summary.parity_max_nats):
+        mean = f", mean exp|dlogp| {summary.mean_exp_abs:.6f}" if math.isfinite(summary.mean_exp_abs) else ""
+        lines.append(f"parity of trainer and vLLM: max |dlogp| {summary.parity_max_nats:.2e}{mean}")
+    return lines
+
+
+def _memory(summary: Summary) -> list[str]:
+    if not summary.peak_ledger_bytes:
+        return []
+    rows = [(f"slot {slot}", f"{peak:,}") for slot, peak in summary.peak_ledger_bytes.items()]
+    return ["peak ledger bytes", *_aligned(rows)]
+
+
+def _places(summary: Summary) -> list[str]:
+    run = RunFolder(path=summary.folder)
+    places = [("config", run.config), ("journal", run.events), ("metrics", run.metrics), ("logs", run.logs)]
+    places += [("rollouts", run.rollouts), ("model", run.model), ("wandb", run.path / "wandb")]
+    found = [(name, str(path)) for name, path in places if path.exists()]
+    width = max((len(name) for name, _ in found), default=0)
+    return ["written to", *(f"  {name:<{width}}  {path}" for name, path in found)] if found else []
+
+
+def _aligned(rows: Sequence[tuple[str, str]]) -> list[str]:
+    """Names to the left, numbers to the right."""
+    name_width, value_width = (max(len(row[column]) for row in rows) for column in (0, 1))
+    return [f"  {name:<{name_width}}  {value:>{value_width}}" for name, value in rows]

@@ -1,0 +1,29 @@
+"""Identity of a sampled response: its seed is a hash of what it is, never of where or when it was sampled."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from nereus.model import seed_of
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SampleId:
+    """Which response: the `sample`-th to prompt `prompt` in PPO step `step`."""
+
+    step: int
+    prompt: int
+    sample: int
+
+    def seed(self, run_seed: int) -> int:
+        """The request's 63-bit seed: a hash of (run seed, step, prompt id, sample id)."""
+        return seed_of("rollout", run_seed, self.step, self.prompt, self.sample)
+
+
+def samples_of_step(step: int, first_prompt: int, prompts: int, samples: int) -> tuple[SampleId, ...]:
+    """The samples of a step in batch order: all of a prompt, then the next prompt."""
+    return tuple(
+        SampleId(step=step, prompt=prompt, sample=sample)
+        for prompt in range(first_prompt, first_prompt + prompts)
+        for sample in range(samples)
+    )

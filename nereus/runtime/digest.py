@@ -1,0 +1,41 @@
+"""Digests of state that add over disjoint boxes, so that any layout of the same state has the same digest.
+
+Of a tensor: the sum mod 2^64 over its elements of mix(canonical index, bits); mix is the finaliser of splitmix64
+(Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators") applied to index * golden ratio ^ bits.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from nereus.boxes import Box
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 64) if value >= 1 << 63 else value
+
+
+_GOLDEN = _signed(0x9E3779B97F4A7C15)
+_FIRST = _signed(0xBF58476D1CE4E5B9)
+_SECOND = _signed(0x94D049BB133111EB)
+MASK = (1 << 64) - 1
+
+
+def _shift_right(value: Tensor, bits: int) -> Tensor:
+    """Logical shift of int64 (torch shifts arithmetically)."""
+    return (value >> bits).bitwise_and_((1 << (64 - bits)) - 1)
+
+
+def box_digest(data: Tensor, box: Box, full_shape: tuple[int, ...]) -> int:
+    """Digest of `data`, the elements of `box` of a tensor of `full_shape` (one or two axes); 0 <= digest < 2^64."""
+    bits = data.view(torch.int16 if data.element_size() == 2 else torch.int32).to(torch.int64)
+    index = torch.arange(box.start[-1], box.stop[-1], dtype=torch.int64, device=data.device)
+    if len(full_shape) == 2:
+        rows = torch.arange(box.start[0], box.stop[0], dtype=torch.int64, device=data.device)
+        index = rows[:, None] * full_shape[1] + index[None, :]
+    mixed = (index + 1).mul_(_GOLDEN).bitwise_xor_(bits)
+    mixed.bitwise_xor_(_shift_right(mixed, 30)).mul_(_FIRST)
+    mixed.bitwise_xor_(_shift_right(mixed, 27)).mul_(_SECOND)
+    mixed.bitwise_xor_(_shift_right(mixed, 31))
+    return int(mixed.sum().item()) & MASK

@@ -1,0 +1,153 @@
+"""The job as the driver knows it: plan, state version, data position; and the operations on its state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+from nereus.config import Config
+from nereus.errors import DigestMismatch, TransferFailed
+from nereus.layout import Plan, StagePlan
+from nereus.model import ModelSpec, models_of
+from nereus.runtime.digest import MASK
+from nereus.runtime.fabric import Program, Traffic, program_of
+from nereus.runtime.pool import SlotPool
+from nereus.slices import Holding, Movement
+from nereus.storage import Shard, emu_name
+from nereus.transition import WeightSync, build_sync
+
+Digests = dict[str, dict[str, str]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MoveReport:
+    """What a movement planned and what the fabric counted, in bytes; the largest staging of a slot."""
+
+    planned_bytes: int
+    counted_bytes: int
+    staged_bytes: int
+    sent_bytes: dict[int, int]
+    received_bytes: dict[int, int]
+
+
+@dataclass(kw_only=True)
+class Job:
+    """Mutable record of the driver; `state_version` and `data_position` only advance."""
+
+    config: Config
+    pool: SlotPool
+    plan: Plan
+    state_version: int = 0
+    data_position: int = 0
+    optimizer_steps: dict[str, int] = field(default_factory=dict)
+    sync: WeightSync | None = None
+
+    def __post_init__(self) -> None:
+        self.specs: dict[str, ModelSpec] = models_of(self.config.model)
+
+    def align(self, stages: Sequence[StagePlan]) -> None:
+        """Before groups are built: equal counters on all slots, and a group for each stage's slots."""
+        counts = self.pool.call_all("group_count")
+        rank_sets = tuple(dict.fromkeys(stage.slots for stage in stages))
+        self.pool.call_all("align", rank_sets, max(counts.values()))
+
+    def attach(self, stages: Sequence[StagePlan], label: str) -> None:
+        """Builds these stages from detached state, one after the other: engines build groups in one global order."""
+        for stage in stages:
+            self.align([stage])
+            steps = self.optimizer_steps.get(emu_name(stage), 0)
+            self.pool.call_all("attach", stage, label, steps)
+
+    def create(self, stage: StagePlan, held: Holding, label: str) -> None:
+        """Makes the state that a stage's model starts with, detached, where `held` wants it."""
+        self.pool.call("create", {slot: (stage.model, shards, label) for slot, shards in held.items()})
+
+    def move(
+        self, moved: Movement, target: Holding, emus: tuple[str, ...], source_label: str, target_label: str
+    ) -> MoveReport:
+        """Carries out a movement on all slots; TransferFailed when the wire carried other bytes than planned."""
+        programs = {slot: program_of(moved, slot, target.get(slot, ())) for slot in self.pool.numbers}
+        arguments = {slot: (program, emus, source_label, target_label) for slot, program in programs.items()}
+        return report(moved, self.pool.call("move", arguments))
+
+    def digests(self, emus: tuple[str, ...], label: str) -> Digests:
+        """Digest of every component of every tensor of `emus`: {"actor.train weight": {tensor: hex}}.
+
+        Replicas must agree: DigestMismatch names the tensor where they do not, or where the state has a gap.
+        """
+        return combined(self.specs, self.pool.call_all("digests", emus, label))
+
+    def plan_sync(self) -> WeightSync:
+        """Makes the weight sync of the present plan and gives every slot its part."""
+        sync = build_sync(self.specs["actor"], self.plan, self.config.transfer.bucket_bytes)
+        parts: dict[int, tuple[tuple[Program, ...]]] = {}
+        for slot in self.pool.numbers:
+            wanted = sync.target.get(slot, ())
+            parts[slot] = (tuple(self._layer(part, slot, wanted) for part in sync.layers),)
+        self.pool.call("plan_sync", parts)
+        self.sync = sync
+        return sync
+
+    @staticmethod
+    def _layer(part: Movement, slot: int, wanted: tuple[Shard, ...]) -> Program:
+        arriving = {s.wanted for b in part.buckets for s in b.slices if s.destination == slot}
+        arriving |= {s.wanted for s in part.kept if s.destination == slot}
+        return program_of(part, slot, [shard for shard in wanted if shard in arriving])
+
+
+def report(moved: Movement, traffic: Mapping[int, Traffic]) -> MoveReport:
+    """Compares counted with planned bytes slot by slot; TransferFailed names the slot where they differ."""
+    for slot, counted in traffic.items():
+        planned = moved.sent_bytes(slot), moved.received_bytes(slot)
+        if planned != (counted.sent_bytes, counted.received_bytes):
+            raise TransferFailed(
+                f"slot {slot} sent and received {counted.sent_bytes:,} and {counted.received_bytes:,} bytes, "
+                f"planned were {planned[0]:,} and {planned[1]:,}"
+            )
+    return MoveReport(
+        planned_bytes=moved.moved_bytes,
+        counted_bytes=sum(t.sent_bytes for t in traffic.values()),
+        staged_bytes=max((t.staged_bytes for t in traffic.values()), default=0),
+        sent_bytes={slot: t.sent_bytes for slot, t in traffic.items()},
+        received_bytes={slot: t.received_bytes for slot, t in traffic.items()},
+    )
+
+
+def combined(specs: Mapping[str, ModelSpec], by_slot: Mapping[int, Mapping[Shard, int]]) -> Digests:
+    """Adds shard digests to tensor digests over a cover of each tensor, replicas compared on the way."""
+    seen: dict[Shard, tuple[int, int]] = {}
+    for slot, shards in by_slot.items():
+        for shard, value in shards.items():
+            if shard in seen and seen[shard][1] != value:
+                raise DigestMismatch(
+                    f"{shard.emu} {shard.component} of {shard.tensor} {shard.box} differs between slots "
+                    f"{seen[shard][0]} and {slot}"
+                )
+            seen[shard] = (slot, value)
+    sums: dict[str, dict[str, int]] = {}
+    elements: dict[tuple[str, str], int] = {}
+    for shard, (_, value) in seen.items():
+        key = f"{shard.emu} {shard.component}"
+        tensors = sums.setdefault(key, {})
+        tensors[shard.tensor] = (tensors.get(shard.tensor, 0) + value) & MASK
+        elements[key, shard.tensor] = elements.get((key, shard.tensor), 0) + shard.box.elements
+    for (key, tensor), count in elements.items():
+        expected = prod(specs[key.split(".")[0]].tensor(tensor).shape)
+        if count != expected:
+            raise DigestMismatch(f"{key} of {tensor}: {count} elements are held, the tensor has {expected}")
+    return {key: {name: f"{value:016x}" for name, value in sorted(t.items())} for key, t in sorted(sums.items())}
+
+
+def short(digests: Digests) -> dict[str, str]:
+    """One number per EMU component, for the journal: the sum of its tensors' digests, each times its rank by name."""
+    return {
+        key: f"{sum((rank + 1) * int(value, 16) for rank, value in enumerate(tensors.values())) & MASK:016x}"
+        for key, tensors in digests.items()
+    }
+
+
+def values_of(results: Mapping[int, Any], slots: Sequence[int]) -> list[Any]:
+    """Results of these slots, in this order."""
+    return [results[slot] for slot in slots]

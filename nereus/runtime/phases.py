@@ -1,0 +1,315 @@
+"""The phases of a PPO step, carried out on the slots under the present plan."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from nereus.engines.vllm.engine import Completion, Request
+from nereus.errors import JournalError, SlotFailed
+from nereus.layout import StagePlan, batch_shares
+from nereus.rl.advantages import AdvantageSettings, estimate, token_rewards
+from nereus.rl.batch import Batch, build, split
+from nereus.rl.correction import mismatch
+from nereus.rl.losses import Denominators, PolicySettings, ValueSettings, kl_divergence
+from nereus.rl.tasks import Task
+from nereus.rl.tokenizer import EOS_ID
+from nereus.rollout import samples_of_step
+from nereus.runtime.job import Job, MoveReport, report
+from nereus.runtime.objective import Objective
+from nereus.runtime.rollouts import Rollouts, load, save
+from nereus.runtime.messages import PhaseResult
+from nereus.storage import emu_name
+
+WIDTH_MULTIPLE_TOKENS = 8
+
+
+@dataclass(kw_only=True)
+class StepRecord:
+    """What one PPO step measured: times by phase, metrics, the sync's bytes, a row per optimizer step."""
+
+    step: int
+    seconds: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
+    sync: MoveReport | None = None
+    updates: list[dict[str, object]] = field(default_factory=list)
+    rollouts: str = ""
+
+    @contextmanager
+    def timed(self, phase: str) -> Iterator[None]:
+        """Adds the wall seconds inside to a phase."""
+        started = time.monotonic()
+        yield
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.monotonic() - started
+
+
+@dataclass(kw_only=True)
+class Phases:
+    """Runs PPO steps of a job; rollouts are sampled, or read from another run's `recorded` folder."""
+
+    job: Job
+    task: Task
+    folder: Path
+    recorded: Path | None = None
+
+    def __post_init__(self) -> None:
+        a = self.job.config.algorithm
+        self.policy = PolicySettings(
+            clip_ratio_low=a.clip_ratio_low,
+            clip_ratio_high=a.clip_ratio_high,
+            dual_clip_ratio=a.dual_clip_ratio,
+            entropy_coef=a.entropy_coef,
+            loss_agg_mode=a.loss_agg_mode,  # type: ignore[arg-type]  # checked by the record itself
+        )
+        self.value = ValueSettings(value_clip=a.value_clip, loss_agg_mode=a.loss_agg_mode)  # type: ignore[arg-type]
+        self.advantage = AdvantageSettings(
+            adv_estimator=a.adv_estimator,  # type: ignore[arg-type]
+            gamma=a.gamma,
+            lam=a.lam,
+            whiten_advantages=a.whiten_advantages,
+        )
+
+    # -- one step ------------------------------------------------------------------------------------------------
+
+    def run(self, step: int) -> StepRecord:
+        """PPO step `step`: sample, score, infer, estimate advantages, update critic and actor."""
+        record = StepRecord(step=step)
+        started = time.monotonic()
+        rollouts = self.rollouts(record)
+        batch = build(rollouts.prompts, rollouts.responses, multiple_tokens=WIDTH_MULTIPLE_TOKENS)
+        plan = self.job.plan
+        with record.timed("old_log_prob"):
+            old = self.infer(plan.actor_train, batch, "old_log_prob")["logp"]
+        with record.timed("ref"):
+            reference = self.infer(plan.reference_infer, batch, "ref")["logp"]
+        with record.timed("values"):
+            values = self.infer(plan.critic_train, batch, "values")["values"]
+        with record.timed("adv"):
+            batch = self._advantages(batch, rollouts, old, reference, values)
+        self._parity(record, batch, rollouts, old)
+        self._update(record, batch)
+        record.seconds["step"] = time.monotonic() - started
+        self._facts(record, batch, rollouts, reference, old)
+        self.job.data_position += self.job.config.data.prompts_per_step
+        return record
+
+    def rollouts(self, record: StepRecord) -> Rollouts:
+        """The step's samples: recorded ones, or sampled now after a weight sync, and put on record."""
+        if self.recorded is not None:
+            rollouts = load(self.recorded, record.step)
+            self._check_recorded(rollouts, record.step)
+        else:
+            with record.timed("update_weights"):
+                record.sync = self.sync()
+            with record.timed("gen"):
+                done = self.generate(record.step)
+            with record.timed("reward"):
+                rollouts = self._scored(record.step, done)
+        save(rollouts, self.folder)
+        record.rollouts = rollouts.digest
+        return rollouts
+
+    def _check_recorded(self, rollouts: Rollouts, step: int) -> None:
+        expected = self._samples(step)
+        if rollouts.samples != expected:
+            raise JournalError(
+                f"recorded rollouts of step {step} hold {len(rollouts.samples)} samples of other ids than this run's "
+                f"{len(expected)}: data.prompts_per_step and data.samples_per_prompt must be those of the recording run"
+            )
+
+    def _samples(self, step: int):  # noqa: ANN202
+        data = self.job.config.data
+        return samples_of_step(step, self.job.data_position, data.prompts_per_step, data.samples_per_prompt)
+
+    # -- generation ----------------------------------------------------------------------------------------------
+
+    def sync(self, *, poison: bool = False) -> MoveReport:
+        """Moves the actor's weights from the training layout to the generation layout, slot to slot."""
+        planned = self.job.sync or self.job.plan_sync()
+        emu = emu_name(self.job.plan.actor_train)
+        method = "sync_poisoned" if poison else "sync"
+        return report(planned.whole, self.job.pool.call_all(method, emu))
+
+    def generate(self, step: int) -> list[Completion]:
+        """Completions of the step's samples in batch order."""
+        config = self.job.config
+        requests = [
+            Request(
+                request_id=f"{s.step}/{s.prompt}/{s.sample}",
+                prompt_tokens=self.task.prompt(s.prompt).token_ids,
+                seed=s.seed(config.run.seed),
+                temperature=config.rollout.temperature,
+                max_response_tokens=config.data.max_response_tokens,
+                stop_token=EOS_ID,
+            )
+            for s in self._samples(step)
+        ]
+        return self.sample(requests)
+
+    def sample(self, requests: Sequence[Request]) -> list[Completion]:
+        """Completions of any requests, shared over the engines of the present plan."""
+        stage = self.job.plan.actor_generate
+        shares = batch_shares(stage, len(requests))
+        given: dict[int, tuple[object, ...]] = {}
+        start = 0
+        for replica, share in enumerate(shares):
+            for slot in stage.replica_slots(replica):
+                given[slot] = (list(requests[start : start + share]),)
+            start += share
+        results = self.job.pool.call("generate", given)
+        done = [c for replica in range(stage.layout.dp) for c in results[stage.output_slot(replica)]]
+        if [c.request_id for c in done] != [r.request_id for r in requests]:
+            raise SlotFailed("the engines returned other requests than they were given")
+        return done
+
+    def _scored(self, step: int, done: Sequence[Completion]) -> Rollouts:
+        samples = self._samples(step)
+        return Rollouts(
+            samples=samples,
+            prompts=tuple(self.task.prompt(s.prompt).token_ids for s in samples),
+            responses=tuple(c.tokens for c in done),
+            logprobs=tuple(c.logprobs for c in done),
+            scores=tuple(self.task.score_tokens(s.prompt, c.tokens) for s, c in zip(samples, done, strict=True)),
+        )
+
+    # -- inference and advantages --------------------------------------------------------------------------------
+
+    def infer(self, stage: StagePlan, batch: Batch, phase: str) -> dict[str, Tensor]:
+        """What a model says about every row of the batch, [rows, S] by name."""
+        shares = split(batch, batch_shares(stage, batch.rows))
+        given = {
+            slot: (emu_name(stage), shares[replica], stage.micro_batch, phase)
+            for replica in range(stage.layout.dp)
+            for slot in stage.replica_slots(replica)
+        }
+        results = self.job.pool.call("forward", given)
+        parts = [results[stage.output_slot(replica)].outputs for replica in range(stage.layout.dp)]
+        return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+    def _advantages(self, batch: Batch, rollouts: Rollouts, old: Tensor, reference: Tensor, values: Tensor) -> Batch:
+        coefficient = self.job.config.algorithm.kl_coef
+        scores = torch.tensor(rollouts.scores, dtype=torch.float32)
+        kl = kl_divergence(old, reference, "k1") if coefficient else None
+        rewards = token_rewards(scores, batch.mask, kl=kl, kl_coef=coefficient)
+        groups = torch.tensor([s.prompt for s in rollouts.samples])
+        advantages, returns = estimate(self.advantage, rewards, batch.mask, values=values, groups=groups)
+        return batch.with_columns(old_logp=old, values=values, advantages=advantages, returns=returns)
+
+    def _parity(self, record: StepRecord, batch: Batch, rollouts: Rollouts, old: Tensor) -> None:
+        """vLLM's log-probabilities beside the trainer's on the same tokens (comparable at temperature 1)."""
+        if self.recorded is not None or self.job.config.rollout.temperature != 1.0:
+            return
+        gap = mismatch(old, batch.align(rollouts.logprobs), batch.mask)
+        record.metrics["rollout_corr/logp_diff_max"] = gap.max_abs_nats
+        record.metrics["rollout_corr/mean_exp_abs_diff"] = gap.mean_exp_abs
+        record.metrics["rollout_corr/kl"] = gap.kl_nats
+        record.metrics["rollout_corr/k3_kl"] = gap.k3_nats
+
+    # -- updates -------------------------------------------------------------------------------------------------
+
+    def _update(self, record: StepRecord, batch: Batch) -> None:
+        algorithm, plan = self.job.config.algorithm, self.job.plan
+        size = batch.rows // algorithm.mini_batches
+        for epoch in range(algorithm.epochs):
+            for index, mini in enumerate(split(batch, [size] * algorithm.mini_batches)):
+                denominators = Denominators.of(
+                    mini.mask, horizon_tokens=float(self.job.config.data.max_response_tokens)
+                )
+                row: dict[str, object] = {"epoch": epoch, "mini_batch": index}
+                with record.timed("update_critic"):
+                    objective = Objective(kind="value", value=self.value, denominators=denominators)
+                    row |= self.update(plan.critic_train, mini, objective, algorithm.critic_lr)
+                with record.timed("update_actor"):
+                    objective = Objective(kind="policy", policy=self.policy, denominators=denominators)
+                    row |= self.update(plan.actor_train, mini, objective, algorithm.actor_lr)
+                record.updates.append(row)
+
+    def update(self, stage: StagePlan, mini: Batch, objective: Objective, lr: float) -> dict[str, object]:
+        """One optimizer step: metrics summed over replicas, the gradient norm, the digest of the random state."""
+        shares = split(mini, batch_shares(stage, mini.rows))
+        emu = emu_name(stage)
+        given = {
+            slot: (emu, shares[replica], stage.micro_batch, objective, lr)
+            for replica in range(stage.layout.dp)
+            for slot in stage.replica_slots(replica)
+        }
+        results: dict[int, PhaseResult] = self.job.pool.call("train", given)
+        self.job.optimizer_steps[emu] = self.job.optimizer_steps.get(emu, 0) + 1
+        outputs = [results[stage.output_slot(replica)] for replica in range(stage.layout.dp)]
+        metrics: dict[str, object] = {name: sum(o.metrics[name] for o in outputs) for name in outputs[0].metrics}
+        metrics[f"{stage.model}/grad_norm"] = outputs[0].grad_norm
+        metrics[f"{stage.model}/rng"] = outputs[0].rng
+        return metrics
+
+    def warm_up(self, step: int) -> float:
+        """One supervised step of the actor on fresh examples of the task; the mean negative log-likelihood."""
+        config = self.job.config
+        ids = range((step - 1) * config.warmup.samples, step * config.warmup.samples)
+        lessons = self.lessons
+        batch = build(
+            [lessons.prompt(i).token_ids for i in ids],
+            [lessons.target(i) for i in ids],
+            multiple_tokens=WIDTH_MULTIPLE_TOKENS,
+        )
+        objective = Objective(kind="sft", denominators=Denominators.of(batch.mask))
+        return float(self.update(self.job.plan.actor_train, batch, objective, config.warmup.lr)["sft/loss"])  # type: ignore[arg-type]
+
+    @property
+    def lessons(self) -> Task:
+        """The task's stream of examples for the warm-up: other prompts than training sees."""
+        data = self.job.config.data
+        return task_of(data.task, data.task_options, self.job.config.run.seed, data.prompt_template, "warmup")
+
+    # -- what a step says ----------------------------------------------------------------------------------------
+
+    def _facts(self, record: StepRecord, batch: Batch, rollouts: Rollouts, reference: Tensor, old: Tensor) -> None:
+        scores = torch.tensor(rollouts.scores, dtype=torch.float64)
+        lengths = batch.response_lengths.double()
+        tokens = int(batch.prompt_lengths.sum() + batch.response_lengths.sum())
+        slots = len(self.job.pool.numbers)
+        limit = self.job.config.data.max_response_tokens
+        kl = kl_divergence(old, reference, "k3")[batch.mask > 0]
+        m = record.metrics
+        m["training/global_step"] = float(record.step)
+        for name, value in record.seconds.items():
+            m[f"timing_s/{name}"] = value
+        m["critic/score/mean"], m["critic/score/count"] = float(scores.mean()), float(len(scores))
+        m["critic/score/std"] = float(scores.std()) if len(scores) > 1 else 0.0
+        m["critic/score/max"], m["critic/score/min"] = float(scores.max()), float(scores.min())
+        m["response_length/mean"], m["response_length/max"] = float(lengths.mean()), float(lengths.max())
+        m["response_length/min"] = float(lengths.min())
+        m["response_length/clip_ratio"] = float(
+            sum(len(r) == limit and r[-1] != EOS_ID for r in rollouts.responses) / len(rollouts.responses)
+        )
+        m["prompt_length/mean"] = float(batch.prompt_lengths.double().mean())
+        m["critic/advantages/mean"] = float(batch.columns["advantages"][batch.mask > 0].mean())
+        m["critic/returns/mean"] = float(batch.columns["returns"][batch.mask > 0].mean())
+        m["critic/values/mean"] = float(batch.columns["values"][batch.mask > 0].mean())
+        m["actor/ref_kl"] = float(kl.mean()) if kl.numel() else 0.0
+        m["perf/total_num_tokens"] = float(tokens)
+        m["perf/time_per_step"] = record.seconds["step"]
+        m["perf/throughput"] = tokens / (record.seconds["step"] * slots)
+        for name in sorted({n for row in record.updates for n in row if "/" in n and not n.endswith("/rng")}):
+            rows = [float(row[name]) for row in record.updates if name in row]  # type: ignore[arg-type]
+            m[name] = sum(rows) / len(rows)
+        if record.sync is not None:
+            m["transition/sync_planned_bytes"] = float(record.sync.planned_bytes)
+            m["transition/sync_counted_bytes"] = float(record.sync.counted_bytes)
+            m["transition/sync_staged_bytes"] = float(record.sync.staged_bytes)
+
+
+_TASKS: dict[tuple[object, ...], Task] = {}
+
+
+def task_of(name: str, options: dict[str, object], seed: int, template: str, stream: str) -> Task:
+    """The task; made once for the same arguments."""
+    key = (name, repr(sorted(options.items())), seed, template, stream)
+    if key not in _TASKS:
+        _TASKS[key] = Task(name, options, seed, template=template, stream=stream)
+    return _TASKS[key]

@@ -1,0 +1,151 @@
+"""The slots as Ray actors: started together, called together, ended together whatever happens."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayError, RayTaskError
+
+from nereus.engines.vllm.boot import ENVIRONMENT
+from nereus.errors import NereusError, SlotFailed
+
+RAY_ENVIRONMENT = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_DEDUP_LOGS": "0",
+    # large blocks go back to the system when they are freed, so that resident memory says what is held
+    "MALLOC_MMAP_THRESHOLD_": "262144",
+    "MALLOC_TRIM_THRESHOLD_": "262144",
+    "MALLOC_ARENA_MAX": "2",
+}
+
+
+@ray.remote
+class SlotActor:
+    """A slot process. Output of the process goes to its own log file; importing the engines is the slow part."""
+
+    def __init__(self, number: int, log: str) -> None:
+        target = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        os.dup2(target, sys.stdout.fileno())
+        os.dup2(target, sys.stderr.fileno())
+        self._number = number
+        self._slot: Any = None
+
+    def boot(self) -> int:
+        """Imports the engines and makes the slot; returns its process number."""
+        from nereus.runtime.slot import Slot  # noqa: PLC0415  # half a minute of imports, wanted here
+
+        self._slot = Slot(self._number)
+        return os.getpid()
+
+    def do(self, method: str, arguments: tuple[object, ...]) -> object:
+        """Calls a method of the slot."""
+        return getattr(self._slot, method)(*arguments)
+
+
+def start_ray(slots: int) -> None:
+    """Starts Ray on loopback with `slots` slots, or joins the cluster that RAY_ADDRESS names."""
+    os.environ.update(ENVIRONMENT)
+    os.environ.update(RAY_ENVIRONMENT)
+    logging.getLogger("ray").setLevel(logging.ERROR)
+    quiet = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": True}
+    if os.environ.get("RAY_ADDRESS"):
+        ray.init(**quiet)
+        return
+    ray.init(
+        num_cpus=1,
+        resources={"slot": float(slots)},
+        include_dashboard=False,
+        object_store_memory=100 << 20,
+        _node_ip_address="127.0.0.1",
+        **quiet,
+    )
+
+
+class SlotPool:
+    """The live slots of a job. `call` runs a method on several slots at once and returns what each said.
+
+    SlotFailed as soon as one raises or dies (the others may be stuck in a collective with it); after that only
+    `close` makes sense. A NereusError of a slot is raised as it is.
+    """
+
+    def __init__(self, slots: int, logs: Path, *, start_timeout_seconds: float, note: Callable[[str], None]) -> None:
+        self.numbers = tuple(range(slots))
+        self._logs = logs
+        note(f"starting {slots} slots")
+        start_ray(slots)
+        self._actors: dict[int, Any] = {}
+        try:
+            for number in self.numbers:
+                options = SlotActor.options(num_cpus=0, resources={"slot": 1.0}, max_restarts=0)
+                self._actors[number] = options.remote(number, str(self._log(number)))
+            note("importing engines in the slots")
+            started = time.monotonic()
+            boots = {number: actor.boot.remote() for number, actor in self._actors.items()}
+            self.pids: dict[int, int] = self._collect("boot", boots, start_timeout_seconds)  # type: ignore[assignment]
+            note(f"slots are up after {time.monotonic() - started:.0f} s")
+            port = self.call("port", {0: ()})[0]
+            self.call_all("join", slots, "127.0.0.1", port, start_timeout_seconds)
+        except BaseException:
+            self.close()
+            raise
+
+    def _log(self, number: int) -> Path:
+        return self._logs / f"slot_{number}.log"
+
+    def call(
+        self, method: str, arguments: Mapping[int, tuple[object, ...]], timeout_seconds: float = 600.0
+    ) -> dict[int, Any]:
+        """Calls `method` on each slot of `arguments` with its own arguments."""
+        refs = {slot: self._actors[slot].do.remote(method, given) for slot, given in arguments.items()}
+        return self._collect(method, refs, timeout_seconds)
+
+    def call_all(self, method: str, *arguments: object, timeout_seconds: float = 600.0) -> dict[int, Any]:
+        """Calls `method` on every slot with the same arguments."""
+        return self.call(method, dict.fromkeys(self.numbers, arguments), timeout_seconds)
+
+    def call_some(self, slots: Iterable[int], method: str, *arguments: object) -> dict[int, Any]:
+        """Calls `method` on some slots with the same arguments."""
+        return self.call(method, dict.fromkeys(slots, arguments))
+
+    def _collect(self, method: str, refs: Mapping[int, Any], timeout_seconds: float) -> dict[int, Any]:
+        owner = {ref: slot for slot, ref in refs.items()}
+        found: dict[int, Any] = {}
+        waiting, deadline = list(owner), time.monotonic() + timeout_seconds
+        while waiting:
+            done, waiting = ray.wait(waiting, num_returns=1, timeout=max(deadline - time.monotonic(), 0.0))
+            if not done:
+                silent = sorted(owner[ref] for ref in waiting)
+                raise SlotFailed(f"slots {silent} did not finish {method} within {timeout_seconds:.0f} s")
+            found[owner[done[0]]] = self._get(method, owner[done[0]], done[0])
+        return found
+
+    def _get(self, method: str, slot: int, ref: Any) -> Any:
+        try:
+            return ray.get(ref)
+        except RayTaskError as error:
+            cause = error.cause
+            if isinstance(cause, NereusError):
+                raise cause from error
+            raise SlotFailed(f"slot {slot} failed in {method}:\n{error}") from error
+        except RayActorError as error:
+            raise SlotFailed(
+                f"slot {slot} (process {self.pids.get(slot) if hasattr(self, 'pids') else 'starting'}) died in {method}; "
+                f"its last words are in {self._log(slot)}"
+            ) from error
+        except RayError as error:
+            raise SlotFailed(f"slot {slot} failed in {method}: {error}") from error
+
+    def close(self) -> None:
+        """Ends every slot process and Ray; safe to call twice."""
+        for actor in self._actors.values():
+            ray.kill(actor)
+        self._actors = {}
+        ray.shutdown()

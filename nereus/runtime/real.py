@@ -1,0 +1,262 @@
+"""The real world: carries out the controller's commands on Ray slots, and writes down what happened."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from nereus.config import Config
+from nereus.errors import NereusError
+from nereus.events import (
+    ChangePlan,
+    Command,
+    Event,
+    Finish,
+    JobReady,
+    RunStep,
+    StepFinished,
+    StopRequested,
+    TransitionDone,
+    TransitionFailed,
+)
+from nereus.layout import Plan, first_plan
+from nereus.model import VALUE_HEAD
+from nereus.report.display import Display
+from nereus.rl.tokenizer import EOS_ID, PAD_ID, ByteTokenizer
+from nereus.runtime.changes import NEXT, ChangeRecord, ChangeUndone, change_plan, first_state, start_generation
+from nereus.runtime.job import Job, short
+from nereus.runtime.journal import Journal, RunFolder
+from nereus.runtime.metrics import Metrics
+from nereus.runtime.phases import Phases, StepRecord, task_of
+from nereus.runtime.pool import SlotPool
+from nereus.slices import cut, movement
+from nereus.storage import emu_name, holding
+
+
+class Stop(Protocol):
+    """Whether the user asked to stop."""
+
+    requested: bool
+
+
+@dataclass(kw_only=True)
+class RealWorld:
+    """See the module. `submit` carries a command out at once; its event is queued for `events`."""
+
+    config: Config
+    folder: RunFolder
+    pool: SlotPool
+    journal: Journal
+    metrics: Metrics
+    display: Display
+    stop: Stop
+    recorded: Path | None = None
+    records: list[StepRecord] = field(default_factory=list)
+    changes: list[ChangeRecord] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        data = self.config.data
+        self.job = Job(config=self.config, pool=self.pool, plan=first_plan(self.config))
+        task = task_of(data.task, data.task_options, self.config.run.seed, data.prompt_template, "train")
+        self.phases = Phases(job=self.job, task=task, folder=self.folder.rollouts, recorded=self.recorded)
+        self._queue: deque[Event] = deque()
+        self._finished = False
+        self._stop_told = False
+        self._transitions = 0
+
+    # -- World ---------------------------------------------------------------------------------------------------
+
+    def events(self) -> Iterator[Event]:
+        """Prepares the job, then yields what happens until `Finish` has been carried out."""
+        self._prepare()
+        self._queue.append(JobReady(at_seconds=time.time(), step=1))
+        while not self._finished:
+            if self.stop.requested and not self._stop_told:
+                self._stop_told = True
+                self.journal.append("stop_requested")
+                yield StopRequested(at_seconds=time.time())
+            if not self._queue:
+                raise NereusError("the controller gave no command and nothing is left to happen")
+            yield self._queue.popleft()
+
+    def submit(self, command: Command) -> None:
+        """Carries out one command."""
+        match command:
+            case RunStep():
+                self._run_step(command.step)
+            case ChangePlan():
+                self._change(command)
+            case Finish():
+                self._finished = True
+                self.journal.append("run_stopped", reason=command.reason, steps=len(self.records), sync=True)
+
+    # -- preparation ---------------------------------------------------------------------------------------------
+
+    def _prepare(self) -> None:
+        export_model(self.config, self.folder.model)
+        self.pool.call_all("configure", self.config, str(self.folder.model))
+        self.display.phase("building the actor")
+        first_state(self.job)
+        self._warm_up()
+        self.display.phase("building reference and critic, starting the engines")
+        other_states(self.job)
+        start_generation(self.job)
+        self.job.plan_sync()
+        self.journal.append("state", state_version=0, digests=self._digests(), plan_id=self.job.plan.plan_id)
+
+    def _warm_up(self) -> None:
+        steps = self.config.warmup.steps
+        for step in range(1, steps + 1):
+            loss = self.phases.warm_up(step)
+            if step == 1 or step % 10 == 0 or step == steps:
+                self.display.phase(f"warm-up {step}/{steps} loss {loss:.3f}")
+            if self.stop.requested:
+                break
+        actor = emu_name(self.job.plan.actor_train)
+        self.pool.call_all("reset_optimizer", actor)
+        self.job.optimizer_steps[actor] = 0
+        self.journal.append("warmup_done", steps=steps)
+
+    def _digests(self) -> dict[str, str]:
+        emus = tuple(emu_name(s) for name, s in self.job.plan.stages() if s.stage != "generate")
+        return short(self.job.digests(emus, ""))
+
+    # -- commands ------------------------------------------------------------------------------------------------
+
+    def _run_step(self, step: int) -> None:
+        record = self.phases.run(step)
+        self.records.append(record)
+        memory = self.pool.call_all("memory")
+        for slot, facts in memory.items():
+            record.metrics[f"perf/ledger_bytes/slot_{slot}"] = float(max(facts.peaks.values(), default=0))
+            record.metrics[f"perf/resident_bytes/slot_{slot}"] = float(facts.resident_bytes)
+        train, generate = self.job.plan.actor_train.layout, self.job.plan.actor_generate.layout
+        record.metrics |= {
+            "plan/tp": float(train.tp),
+            "plan/pp": float(train.pp),
+            "plan/dp": float(train.dp),
+            "plan/gen_tp": float(generate.tp),
+            "plan/gen_dp": float(generate.dp),
+            "plan/state_version": float(self.job.state_version),
+            "fleet/slots": float(len(self.pool.numbers)),
+        }
+        done = self.changes[-1] if self.changes and self.changes[-1].step == step else None
+        record.metrics["timing_s/transition"] = done.pause_seconds if done else 0.0
+        record.metrics["transition/count"] = float(len(self.changes))
+        if done and done.moved:
+            record.metrics["transition/planned_bytes"] = float(done.moved.planned_bytes)
+            record.metrics["transition/counted_bytes"] = float(done.moved.counted_bytes)
+        self.journal.append(
+            "step_done",
+            step=step,
+            plan_id=self.job.plan.plan_id,
+            metrics=record.metrics,
+            updates=record.updates,
+            rollouts=record.rollouts,
+            data_position=self.job.data_position,
+            state_version=self.job.state_version,
+        )
+        self.metrics.write(step, record.metrics)
+        self.display.step(record.metrics, str(self.job.plan))
+        self._queue.append(StepFinished(at_seconds=time.time(), step=step, step_seconds=record.seconds["step"]))
+
+    def _change(self, command: ChangePlan) -> None:
+        self._transitions += 1
+        name = f"t{self._transitions}"
+        before, after = str(self.job.plan), str(command.plan)
+        facts = {"transition": name, "step": command.step, "from": before, "to": after}
+        self.journal.append("transition_started", reason=command.reason, plan=plan_record(command.plan), **facts)
+        record = ChangeRecord(transition=name, step=command.step)
+        try:
+            change_plan(self.job, command.plan, record, self.journal)
+        except ChangeUndone as error:
+            self.journal.append("transition_failed", reason=str(error), **facts)
+            self.display.note(f"transition {name} was undone: {error}")
+            self._queue.append(TransitionFailed(at_seconds=time.time(), plan=command.plan, reason=str(error)))
+            return
+        self.changes.append(record)
+        moved = record.moved
+        done: dict[str, object] = {
+            **facts,
+            "state_version": record.state_version,
+            "digests": record.digests,
+            "seconds": record.seconds,
+            "pause_seconds": record.pause_seconds,
+            "planned_bytes": moved.planned_bytes if moved else 0,
+            "counted_bytes": moved.counted_bytes if moved else 0,
+            "staged_bytes": moved.staged_bytes if moved else 0,
+            "sent_bytes": moved.sent_bytes if moved else {},
+            "received_bytes": moved.received_bytes if moved else {},
+        }
+        self.journal.append("transition_done", **done)
+        self.display.transition(done)
+        self._queue.append(
+            TransitionDone(
+                at_seconds=time.time(),
+                plan=command.plan,
+                state_version=record.state_version,
+                pause_seconds=record.pause_seconds,
+            )
+        )
+
+
+def plan_record(plan: Plan) -> dict[str, object]:
+    """The plan as JSON holds it."""
+    return {name: asdict(stage) for name, stage in plan.stages()}
+
+
+def other_states(job: Job) -> None:
+    """Reference and critic from the actor: the reference is its copy, the critic its backbone with a new head."""
+    plan = job.plan
+    actor, reference, critic = plan.actor_train, plan.reference_infer, plan.critic_train
+    present = holding(job.specs["actor"], actor)
+    for stage in (reference, critic):
+        full = holding(job.specs[stage.model], stage)
+        job.create(stage, full, NEXT)
+        target = {
+            slot: tuple(s for s in shards if s.component in ("weight", "master") and s.tensor != VALUE_HEAD)
+            for slot, shards in full.items()
+        }
+        slices = cut(present, target, rename={emu_name(stage): emu_name(actor)})
+        job.move(movement(slices, job.config.transfer.bucket_bytes), target, (emu_name(actor),), "", NEXT)
+        job.attach([stage], NEXT)
+        job.pool.call_all("drop", NEXT)
+
+
+def export_model(config: Config, folder: Path) -> None:
+    """Writes what vLLM reads: a Hugging Face config.json (the weights come by sync), and the byte tokenizer."""
+    m = config.model
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(
+        json.dumps(
+            {
+                "architectures": ["LlamaForCausalLM"],
+                "model_type": "llama",
+                "hidden_size": m.hidden,
+                "intermediate_size": m.ffn,
+                "num_hidden_layers": m.layers,
+                "num_attention_heads": m.heads,
+                "num_key_value_heads": m.kv_heads,
+                "head_dim": m.head_dim,
+                "vocab_size": m.vocab,
+                "max_position_embeddings": 4096,
+                "rms_norm_eps": m.norm_eps,
+                "rope_theta": m.rope_theta,
+                "rope_parameters": {"rope_theta": m.rope_theta, "rope_type": "default"},
+                "hidden_act": "silu",
+                "attention_bias": False,
+                "mlp_bias": False,
+                "tie_word_embeddings": False,
+                "torch_dtype": m.dtype,
+                "pad_token_id": PAD_ID,
+                "eos_token_id": EOS_ID,
+            },
+            indent=1,
+        )
+    )
+    ByteTokenizer().export(folder)

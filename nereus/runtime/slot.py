@@ -1,0 +1,351 @@
+"""One slot: the process that holds parts of models and runs them. A Ray actor wraps it; it knows nothing of Ray.
+
+All methods run on the process's one thread that may touch torch, Megatron and vLLM. Methods marked *collective* must be
+called on every slot of the stage (or world) they name, in the same order.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from nereus.config import Config
+from nereus.engines.megatron import cpu
+from nereus.engines.megatron.engine import TrainEngine, adam_of
+from nereus.engines.megatron.steps import forward, train
+from nereus.engines.vllm.boot import boot
+from nereus.engines.vllm.engine import Completion, GenerationEngine, Request
+from nereus.engines.world import Census, ProcessWorld, census
+from nereus.layout import StagePlan
+from nereus.model import models_of, seed_of
+from nereus.rl.batch import Batch
+from nereus.runtime import fabric, state
+from nereus.runtime.fabric import Program, Traffic
+from nereus.runtime.messages import PhaseResult, SlotMemory
+from nereus.runtime.ledger import ActivationMeter, Ledger, resident_bytes, settle
+from nereus.runtime.objective import Objective
+from nereus.storage import MOMENTS, Shard, emu_name
+
+LOGIT_COPIES = 6  # of [rows, S, local vocabulary] float32: raw, scaled, masked, shifted, exp, log-probabilities
+
+
+class Slot:
+    """See the module. `number` is also the slot's rank in the world of live slots."""
+
+    def __init__(self, number: int) -> None:
+        torch.set_num_threads(1)
+        cpu.apply()
+        boot()
+        self.number = number
+        self.world: ProcessWorld | None = None
+        self.generation: GenerationEngine | None = None
+        self.live: dict[str, TrainEngine] = {}
+        settle()
+        self._baseline_bytes = resident_bytes()
+        self.configure(Config(), ".")
+
+    def configure(self, config: Config, model_folder: str) -> None:
+        """Begins a job on this slot: nothing of an earlier one is kept but its world."""
+        self.stop_generation()
+        for name in list(self.live):
+            self.live.pop(name).close()
+        self.config, self.model_folder = config, Path(model_folder)
+        self.specs = models_of(config.model)
+        self.store: dict[str, state.Store] = {}
+        self.steps: dict[str, int] = {}
+        self._sync: tuple[Program, ...] = ()
+        self.ledger = Ledger(slot=self.number, budget_bytes=config.fleet.slot_budget_bytes)
+
+    def port(self) -> int:
+        """A port that is free on this slot's host, for a new world whose rank 0 is here."""
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            return int(probe.getsockname()[1])
+
+    def join(self, size: int, address: str, port: int, timeout_seconds: float) -> None:
+        """Collective over all slots: forms the world."""
+        with self.ledger.measured("overhead.world"):
+            self.world = ProcessWorld(
+                rank=self.number,
+                size=size,
+                address=address,
+                port=port,
+                timeout_seconds=timeout_seconds,
+            )
+
+    def leave(self) -> None:
+        """Closes everything that is live and the world; detached state stays."""
+        self.stop_generation()
+        for name in list(self.live):
+            self.live.pop(name).close()
+        if self.world is not None:
+            self.world.close()
+            self.world = None
+
+    @property
+    def _joined(self) -> ProcessWorld:
+        if self.world is None:
+            raise RuntimeError(f"slot {self.number} has not joined a world")
+        return self.world
+
+    def align(self, rank_sets: tuple[tuple[int, ...], ...], group_count: int) -> int:
+        """Collective over all slots, before groups are built: equal names from here on, and a group per rank set."""
+        self._joined.align_group_count(group_count)
+        for ranks in rank_sets:
+            self._joined.sub(ranks)
+        return self._joined.group_count
+
+    def group_count(self) -> int:
+        """The counter behind the names of groups: `align` takes the largest over the slots."""
+        return self._joined.group_count
+
+    # -- state ---------------------------------------------------------------------------------------------------
+
+    def create(self, model: str, shards: tuple[Shard, ...], label: str) -> None:
+        """Fills detached shards with the state that `model` starts with."""
+        made = state.initial(self.specs[model], shards, self.config.run.seed)
+        self._keep(label, made)
+
+    def _keep(self, label: str, made: state.Store) -> None:
+        self.store.setdefault(label, {}).update(made)
+        self.ledger.hold(f"detached.{label}", state.size_bytes(self.store[label]))
+
+    def drop(self, label: str) -> None:
+        """Forgets detached state."""
+        self.store.pop(label, None)
+        self.ledger.release(f"detached.{label}")
+
+    def detach(self, emu: str, label: str) -> None:
+        """Copies a live EMU's state to plain tensors and takes the engine apart. Does nothing where it is not live."""
+        engine = self.live.pop(emu, None)
+        if engine is None:
+            return
+        views = engine.views()
+        self.ledger.hold(f"detached.{label}", self.ledger.held.get(f"detached.{label}", 0) + state.size_bytes(views))
+        self.store.setdefault(label, {}).update({shard: view.clone() for shard, view in views.items()})
+        self.steps[emu] = engine.optimizer_steps
+        del views
+        engine.close()
+        self.ledger.release(emu)
+        self.ledger.release(f"overhead.{emu}")
+
+    def attach(self, stage: StagePlan, label: str, optimizer_steps: int) -> None:
+        """Collective over the stage's slots: builds the engine and fills it from detached state; others do nothing.
+
+        The detached shards that went in are dropped.
+        """
+        emu = emu_name(stage)
+        if stage.rank_of(self.number) is None:
+            return
+        trained = stage.stage == "train"
+        adam = adam_of(self.config.algorithm, stage.model) if trained else None
+        with self.ledger.measured(f"overhead.{emu}"):
+            engine = TrainEngine(self._joined, self.specs[stage.model], stage, self.number, adam)
+            self.ledger.hold_all(emu, engine.resident_bytes())
+        held = self.store.get(label, {})
+        with torch.no_grad():
+            for shard, view in engine.views().items():
+                view.copy_(held.pop(shard))
+        engine.optimizer_steps = optimizer_steps
+        self.steps[emu] = optimizer_steps
+        self.live[emu] = engine
+        self.ledger.hold(f"detached.{label}", state.size_bytes(held))
+
+    def move(self, program: Program, emus: tuple[str, ...], source_label: str, target_label: str) -> Traffic:
+        """Collective over the world: this slot's part of a movement into detached shards of `target_label`.
+
+        Sources are the live or detached (`source_label`) state of `emus`.
+        """
+        sources = self._sources(emus, source_label)
+        missing = [s for s in program.wanted if s not in self.store.get(target_label, {})]
+        added = sum(s.size_bytes for s in missing)
+        self.ledger.hold(f"detached.{target_label}", self.ledger.held.get(f"detached.{target_label}", 0) + added)
+        self.store.setdefault(target_label, {}).update(state.empty(missing))
+        with self.ledger.during("staging", self._staging(program)):
+            return fabric.run(program, sources, self.store[target_label])
+
+    @staticmethod
+    def _staging(program: Program) -> int:
+        return 2 * max((b.size_bytes for b in program.buckets), default=0)
+
+    def _sources(self, emus: tuple[str, ...], label: str) -> dict[Shard, Tensor]:
+        found: dict[Shard, Tensor] = {s: t for s, t in self.store.get(label, {}).items() if s.emu in emus}
+        for emu in emus:
+            if emu in self.live:
+                found.update(self.live[emu].views())
+        return found
+
+    def digests(self, emus: tuple[str, ...], label: str) -> dict[Shard, int]:
+        """The digest of every shard that this slot holds of `emus`, live or detached under `label`."""
+        found: dict[Shard, int] = {}
+        held = self._sources(emus, label)
+        for emu in emus:
+            spec = self.specs[emu.split(".")[0]]
+            found.update(state.digests(spec, {s: t for s, t in held.items() if s.emu == emu}))
+        return found
+
+    def reset_optimizer(self, emu: str) -> None:
+        """Forgets moments and step counts of a live EMU: PPO begins with a fresh optimizer after the warm-up."""
+        if emu not in self.live:
+            return
+        engine = self.live[emu]
+        with torch.no_grad():
+            for shard, view in engine.views().items():
+                if shard.component in MOMENTS:
+                    view.zero_()
+        engine.optimizer_steps = 0
+        self.steps[emu] = 0
+
+    def fetch(self, emu: str, label: str = "") -> dict[Shard, Tensor]:
+        """Copies of this slot's shards of an EMU (tests, exports); not for movement."""
+        return {s: t.clone() for s, t in self._sources((emu,), label).items()}
+
+    # -- phases --------------------------------------------------------------------------------------------------
+
+    def _seed(self, emu: str) -> str:
+        """Random numbers of a phase are a function of (run seed, EMU, optimizer steps): no layout, slot or history."""
+        seed = seed_of(self.config.run.seed, "rng", emu, self.steps[emu])
+        torch.manual_seed(seed)
+        return hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest()[:16]
+
+    def _logit_bytes(self, engine: TrainEngine, share: Batch, micro_batch: int) -> int:
+        if not engine.last_stage or engine.spec.head == "value":
+            return 0
+        vocab = engine.module.output_layer.weight.shape[0]
+        return LOGIT_COPIES * micro_batch * share.width_tokens * vocab * 4
+
+    def forward(self, emu: str, share: Batch, micro_batch: int, phase: str) -> PhaseResult:
+        """Collective over the stage: what the model says about this slot's share of the batch."""
+        engine = self.live[emu]
+        with self.ledger.in_phase(phase), self.ledger.during("logits", self._logit_bytes(engine, share, micro_batch)):
+            rng = self._seed(emu)
+            outputs = forward(engine, share, micro_batch=micro_batch, temperature=self.config.rollout.temperature)
+        return PhaseResult(outputs=outputs, metrics={}, grad_norm=0.0, rng=rng)
+
+    def train(self, emu: str, share: Batch, micro_batch: int, objective: Objective, lr: float) -> PhaseResult:
+        """Collective over the stage: one optimizer step on this slot's share of a mini-batch."""
+        engine = self.live[emu]
+        meter = ActivationMeter(engine.module.parameters())
+        phase = f"update_{emu.split('.')[0]}"
+        with self.ledger.in_phase(phase):
+            rng = self._seed(emu)
+            with self.ledger.during("logits", self._logit_bytes(engine, share, micro_batch)), meter.counting():
+                result = train(
+                    engine,
+                    share,
+                    micro_batch=micro_batch,
+                    temperature=self.config.rollout.temperature,
+                    loss=objective.loss,
+                    lr=lr,
+                )
+            with self.ledger.during("activations", meter.peak_bytes):
+                pass
+        self.steps[emu] = engine.optimizer_steps
+        return PhaseResult(outputs=None, metrics=result.metrics, grad_norm=result.grad_norm, rng=rng)
+
+    # -- generation ----------------------------------------------------------------------------------------------
+
+    def start_generation(self, stage: StagePlan) -> None:
+        """Collective over the generation stage's slots: starts this slot's part of an engine, without weights."""
+        if stage.rank_of(self.number) is None:
+            return
+        data = self.config.data
+        with self.ledger.measured("overhead.actor.generate"):
+            self.generation = GenerationEngine(
+                world=self._joined,
+                group_ranks=stage.slots,
+                tp=stage.layout.tp,
+                model_folder=self.model_folder,
+                max_model_tokens=data.max_prompt_tokens + data.max_response_tokens,
+                max_requests=max(data.prompts_per_step * data.samples_per_prompt, 1),
+                kv_cache_bytes=self.config.rollout.kv_cache_bytes,
+                dtype=self.config.model.dtype,
+            )
+            self.ledger.hold_all("actor.generate", self.generation.resident_bytes())
+
+    def stop_generation(self) -> None:
+        """Takes this slot's engine part down; local."""
+        if self.generation is not None:
+            self.generation.close()
+            self.generation = None
+            self.ledger.release("actor.generate")
+            self.ledger.release("overhead.actor.generate")
+
+    def plan_sync(self, programs: tuple[Program, ...]) -> None:
+        """Keeps this slot's part of the weight sync, a program per layer."""
+        self._sync = programs
+
+    def sync(self, emu: str, *, poison: bool = False) -> Traffic:
+        """Collective over the world: moves weights from training to generation, a layer at a time.
+
+        Receiving slots offer each layer to vLLM while the next one travels; slots without an engine only send.
+        `poison` fills what is not the slot's own with NaN (tests).
+        """
+        traffic = Traffic()
+        sources = self._sources((emu,), "")
+        layers = self._sync_layers(sources, traffic)
+        with self.ledger.in_phase("update_weights"), self.ledger.during("staging", self._sync_staging()):
+            if self.generation is None:
+                for _ in layers:
+                    pass
+            else:
+                self.generation.load(layers, poison=poison)
+        return traffic
+
+    def _sync_staging(self) -> int:
+        return max((self._staging(p) + sum(s.size_bytes for s in p.wanted) for p in self._sync), default=0)
+
+    def _sync_layers(
+        self, sources: Mapping[Shard, Tensor], traffic: Traffic
+    ) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...], Tensor]]:
+        spec = self.specs["actor"]
+        given: set[str] = set()
+        for program in self._sync:
+            targets = state.empty(program.wanted)
+            part = fabric.run(program, sources, targets)
+            part.staged_bytes += state.size_bytes(targets)
+            traffic.add(part)
+            for shard, data in targets.items():
+                given.add(shard.tensor)
+                yield shard.tensor, spec.tensor(shard.tensor).shape, shard.box.start, data
+        for tensor in spec.tensors:  # a rank without rows of the vocabulary offers an empty box
+            if self.generation is not None and tensor.name not in given:
+                yield tensor.name, tensor.shape, tensor.shape[:1] + (0,), torch.empty(0, tensor.shape[-1])
+
+    def generate(self, requests: list[Request]) -> list[Completion]:
+        """Collective over the slots of one engine, which are given the same requests; others return nothing."""
+        if self.generation is None:
+            return []
+        with self.ledger.in_phase("gen"):
+            return self.generation.generate(requests)
+
+    # -- facts ---------------------------------------------------------------------------------------------------
+
+    def memory(self) -> SlotMemory:
+        """The ledger beside the process's resident memory above its baseline."""
+        settle()
+        return SlotMemory(
+            slot=self.number,
+            held=dict(self.ledger.held),
+            peaks=dict(self.ledger.peaks),
+            resident_bytes=resident_bytes() - self._baseline_bytes,
+        )
+
+    def census(self) -> Census:
+        """Groups, descriptors and threads of this process."""
+        return census()
+
+    def pid(self) -> int:
+        """The process's number."""
+        return os.getpid()
+
+    def clock(self) -> float:
+        """Seconds of this host's monotonic clock."""
+        return time.monotonic()

@@ -1,0 +1,100 @@
+"""A change of plan as data: which model-stages are cut anew, what moves, and the proof that it may run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from nereus.layout import Plan, StagePlan
+from nereus.model import EMBEDDING, FINAL_NORM, ModelSpec
+from nereus.slices import Holding, Movement, check, cut, join, layered, movement
+from nereus.storage import Shard, emu_name, holding
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Transition:
+    """From one plan to another: stages with state to cut anew, whether generation restarts, and the movement.
+
+    `present` and `target` are the holdings of the changed stages' state only.
+    """
+
+    before: Plan
+    after: Plan
+    changed: tuple[str, ...]
+    restart_generation: bool
+    present: Mapping[int, tuple[Shard, ...]]
+    target: Mapping[int, tuple[Shard, ...]]
+    moved: Movement
+
+    def emus(self) -> tuple[str, ...]:
+        """Names of the EMUs that change."""
+        return tuple(emu_name(getattr(self.after, name)) for name in self.changed)
+
+
+def _merged(holdings: list[Holding]) -> dict[int, tuple[Shard, ...]]:
+    slots = sorted({slot for held in holdings for slot in held})
+    return {slot: tuple(s for held in holdings for s in held.get(slot, ())) for slot in slots}
+
+
+def same_cut(one: StagePlan, other: StagePlan) -> bool:
+    """Whether two StagePlans keep state in the same places (shares and micro-batches do not matter)."""
+    return one.layout == other.layout and one.slots == other.slots
+
+
+def build(specs: Mapping[str, ModelSpec], before: Plan, after: Plan, bucket_bytes: int) -> Transition:
+    """The transition between two plans: fewest bytes by preferring what is in place, senders balanced."""
+    changed = tuple(
+        name
+        for name, stage in after.stages()
+        if stage.stage != "generate" and not same_cut(getattr(before, name), stage)
+    )
+    present = _merged([holding(specs[getattr(before, n).model], getattr(before, n)) for n in changed])
+    target = _merged([holding(specs[getattr(after, n).model], getattr(after, n)) for n in changed])
+    return Transition(
+        before=before,
+        after=after,
+        changed=changed,
+        restart_generation=not same_cut(before.actor_generate, after.actor_generate),
+        present=present,
+        target=target,
+        moved=movement(cut(present, target), bucket_bytes),
+    )
+
+
+def check_transition(transition: Transition, bucket_bytes: int) -> None:
+    """Proves a transition before it runs: TransferFailed with the first violation."""
+    check(transition.present, transition.target, transition.moved, bucket_bytes)
+
+
+def sync_order(spec: ModelSpec) -> dict[str, int]:
+    """The order in which a weight sync visits tensors: embedding, decoder layers, final norm, head."""
+    last = spec.config.layers + 1
+    order = {t.name: t.layer + 1 if t.layer is not None else last + 1 for t in spec.tensors}
+    return order | {EMBEDDING: 0, FINAL_NORM: last}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WeightSync:
+    """Movement of the actor's weights from training to generation, one Movement per layer."""
+
+    layers: tuple[Movement, ...]
+    target: Mapping[int, tuple[Shard, ...]]
+
+    @property
+    def whole(self) -> Movement:
+        """All layers as one movement."""
+        return join(self.layers)
+
+
+def build_sync(spec: ModelSpec, plan: Plan, bucket_bytes: int) -> WeightSync:
+    """The weight sync of a plan, checked."""
+    present = {
+        slot: tuple(s for s in shards if s.component == "weight")
+        for slot, shards in holding(spec, plan.actor_train).items()
+    }
+    target = holding(spec, plan.actor_generate)
+    names = {emu_name(plan.actor_generate): emu_name(plan.actor_train)}
+    layers = layered(cut(present, target, rename=names), sync_order(spec), bucket_bytes)
+    sync = WeightSync(layers=layers, target=target)
+    check(present, target, sync.whole, bucket_bytes)
+    return sync

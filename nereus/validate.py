@@ -1,0 +1,258 @@
+"""Whether the values of a configuration fit together, as far as can be judged without memory: pure."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from operator import attrgetter
+
+from nereus.config import Config, ModelConfig, PlanChange, PlanConfig, StageConfig
+from nereus.errors import ConfigError
+from nereus.layout import STAGES, equal_shares
+
+TRAIN_STAGES = ("actor_train", "critic_train")
+GENERATE_STAGES = ("actor_generate",)
+
+BYTE_TOKENIZER_VOCAB = 259  # 256 bytes and three specials
+VLLM_CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 256)
+DTYPES = ("float32", "bfloat16")
+ADV_ESTIMATORS = ("gae", "grpo", "rloo", "reinforce++")  # those of nereus.rl.advantages
+GROUP_ESTIMATORS = ("grpo", "rloo")
+LOSS_AGG_MODES = (  # those of nereus.rl.losses
+    "token-mean",
+    "token-sum",
+    "seq-mean-token-mean",
+    "seq-mean-token-sum",
+    "seq-mean-token-sum-norm",
+)
+WANDB_MODES = ("auto", "offline", "online", "off")
+MAX_SLOTS = 64
+MAX_NAME_CHARACTERS = 100
+
+LEAST: dict[str, int] = {
+    "run.seed": 0,
+    "run.steps": 1,
+    "model.layers": 1,
+    "model.hidden": 1,
+    "model.heads": 1,
+    "model.kv_heads": 1,
+    "model.ffn": 1,
+    "model.vocab": BYTE_TOKENIZER_VOCAB,
+    "data.prompts_per_step": 1,
+    "data.samples_per_prompt": 1,
+    "data.max_prompt_tokens": 1,
+    "data.max_response_tokens": 1,
+    "rollout.kv_cache_bytes": 1,
+    "algorithm.mini_batches": 1,
+    "algorithm.epochs": 1,
+    "warmup.steps": 0,
+    "warmup.samples": 1,
+    "fleet.slots": 1,
+    "fleet.slot_budget_bytes": 1,
+    "transfer.bucket_bytes": 16,  # two halves of one 8-byte element
+}
+ABOVE_ZERO = (
+    "model.norm_eps",
+    "model.rope_theta",
+    "model.init_std",
+    "rollout.temperature",
+    "algorithm.clip_grad",
+    "algorithm.adam_eps",
+    "warmup.lr",
+    "fleet.start_timeout_seconds",
+    "fleet.phase_timeout_seconds",
+)
+NOT_NEGATIVE = (
+    "algorithm.clip_ratio_low",
+    "algorithm.clip_ratio_high",
+    "algorithm.value_clip",
+    "algorithm.kl_coef",
+    "algorithm.entropy_coef",
+    "algorithm.actor_lr",
+    "algorithm.critic_lr",
+    "algorithm.weight_decay",
+)
+ZERO_TO_ONE = ("algorithm.gamma", "algorithm.lam")
+ZERO_TO_BELOW_ONE = ("algorithm.adam_beta1", "algorithm.adam_beta2")
+CHOICES: dict[str, tuple[str, ...]] = {
+    "model.dtype": DTYPES,
+    "algorithm.adv_estimator": ADV_ESTIMATORS,
+    "algorithm.loss_agg_mode": LOSS_AGG_MODES,
+    "logger.wandb": WANDB_MODES,
+}
+
+
+def validate(config: Config) -> None:
+    """Nothing, when every value of `config` fits the others; memory is judged elsewhere.
+
+    Raises ConfigError with the full key path, such as `changes[1].plan.critic_train.tp`, of the first that does not.
+    """
+    _check_ranges(config)
+    _check_names(config)
+    _check_model(config.model)
+    _check_batch(config)
+    for name, stage in _stages(config.plan):
+        _check_stage(config, f"plan.{name}", name, stage)
+    _check_changes(config)
+
+
+def _samples_to_share(config: Config, name: str) -> int:
+    """The samples that the replicas of the stage `name` share: a mini-batch when it trains, else the whole batch."""
+    batch = config.data.prompts_per_step * config.data.samples_per_prompt
+    return batch // config.algorithm.mini_batches if name in TRAIN_STAGES else batch
+
+
+def _check_ranges(config: Config) -> None:
+    for key, least in LEAST.items():
+        _require(_number(config, key) >= least, key, config, f"at least {least}")
+    for key in ABOVE_ZERO:
+        _require(_number(config, key) > 0, key, config, "a finite number above 0")
+    for key in NOT_NEGATIVE:
+        _require(_number(config, key) >= 0, key, config, "a finite number, at least 0")
+    for key in ZERO_TO_ONE:
+        _require(0 <= _number(config, key) <= 1, key, config, "a number from 0 to 1")
+    for key in ZERO_TO_BELOW_ONE:
+        _require(0 <= _number(config, key) < 1, key, config, "a number from 0 to below 1")
+    dual = _number(config, "algorithm.dual_clip_ratio")
+    _require(dual == 0 or dual > 1, "algorithm.dual_clip_ratio", config, "a number above 1, or 0 for no dual clip")
+    _require(config.fleet.slots <= MAX_SLOTS, "fleet.slots", config, f"at most {MAX_SLOTS}")
+    for key, choices in CHOICES.items():
+        _require(attrgetter(key)(config) in choices, key, config, f"one of {', '.join(choices)}")
+
+
+def _check_names(config: Config) -> None:
+    name = config.run.name
+    safe = re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name) and len(name) <= MAX_NAME_CHARACTERS
+    limits = f"starting with a letter or a digit, at most {MAX_NAME_CHARACTERS} characters"
+    _require(bool(safe), "run.name", config, f"a folder name of letters, digits, '.', '_' and '-', {limits}")
+    _require(
+        bool(config.run.folder.strip()), "run.folder", config, "the folder that holds the run folders, such as runs"
+    )
+    _require(bool(config.data.task.strip()), "data.task", config, "a reasoning-gym task, such as chain_sum")
+    template = config.data.prompt_template
+    _require("{question}" in template, "data.prompt_template", config, "a text with {question} in it")
+    _require(bool(config.logger.project.strip()), "logger.project", config, "a W&B project, such as nereus")
+
+
+def _check_model(model: ModelConfig) -> None:
+    if model.heads % model.kv_heads:
+        expected = f"expected a divisor of model.heads = {model.heads}"
+        raise ConfigError("model.kv_heads", model.kv_heads, expected)
+    if model.head_dim not in VLLM_CPU_HEAD_DIMS:
+        sizes = ", ".join(map(str, VLLM_CPU_HEAD_DIMS))
+        raise ConfigError("model.head_dim", model.head_dim, f"expected one of {sizes} (what vLLM computes on a CPU)")
+
+
+def _check_batch(config: Config) -> None:
+    data, algorithm = config.data, config.algorithm
+    batch = data.prompts_per_step * data.samples_per_prompt
+    if batch % algorithm.mini_batches:
+        expected = f"expected a divisor of data.prompts_per_step * data.samples_per_prompt = {batch}"
+        raise ConfigError("algorithm.mini_batches", algorithm.mini_batches, expected)
+    if algorithm.adv_estimator in GROUP_ESTIMATORS and data.samples_per_prompt == 1:
+        expected = f"expected at least 2: {algorithm.adv_estimator} compares the samples of a prompt"
+        raise ConfigError("data.samples_per_prompt", 1, expected)
+
+
+def _check_stage(config: Config, key: str, name: str, stage: StageConfig) -> None:
+    for degree in ("tp", "pp", "dp", "micro_batch"):
+        value: int = attrgetter(degree)(stage)
+        if value < 1:
+            raise ConfigError(f"{key}.{degree}", value, "expected at least 1")
+    _check_tensor_parallel(config.model, key, stage.tp)
+    _check_pipeline(config.model, key, name, stage)
+    _check_slots(config, key, stage)
+    _check_shares(config, key, name, stage)
+
+
+def _check_tensor_parallel(model: ModelConfig, key: str, tp: int) -> None:
+    for what, count in (("model.heads", model.heads), ("model.ffn", model.ffn)):
+        if count % tp:
+            raise ConfigError(f"{key}.tp", tp, f"expected a divisor of {what} = {count}")
+    if model.kv_heads % tp and tp % model.kv_heads:
+        expected = f"expected a divisor or a multiple of model.kv_heads = {model.kv_heads}"
+        raise ConfigError(f"{key}.tp", tp, expected)
+
+
+def _check_pipeline(model: ModelConfig, key: str, name: str, stage: StageConfig) -> None:
+    if name in GENERATE_STAGES and stage.pp != 1:
+        raise ConfigError(f"{key}.pp", stage.pp, "expected 1: vLLM generates without a pipeline here; use tp or dp")
+    if stage.pp > model.layers:
+        raise ConfigError(f"{key}.pp", stage.pp, f"expected at most model.layers = {model.layers}")
+    if stage.pipeline is None and model.layers % stage.pp:
+        uneven = list(equal_shares(model.layers, stage.pp))
+        expected = (
+            f"expected a divisor of model.layers = {model.layers}, or the layers of each rank, {key}.pipeline={uneven}"
+        )
+        raise ConfigError(f"{key}.pp", stage.pp, expected)
+    if stage.pipeline is not None:
+        fits = len(stage.pipeline) == stage.pp and min(stage.pipeline) >= 1 and sum(stage.pipeline) == model.layers
+        if not fits:
+            expected = f"expected {stage.pp} entries (pp), each at least 1, with the sum model.layers = {model.layers}"
+            raise ConfigError(f"{key}.pipeline", list(stage.pipeline), expected)
+
+
+def _check_slots(config: Config, key: str, stage: StageConfig) -> None:
+    needed, fleet = stage.tp * stage.pp * stage.dp, config.fleet.slots
+    if stage.slots is None:
+        if needed > fleet:
+            degrees = f"tp={stage.tp} pp={stage.pp} dp={stage.dp}"
+            expected = f"needs {needed} slots: expected tp * pp * dp of at most fleet.slots = {fleet}"
+            raise ConfigError(key, degrees, expected)
+        return
+    slots = list(stage.slots)
+    if len(slots) != needed:
+        raise ConfigError(f"{key}.slots", slots, f"expected tp * pp * dp = {needed} slots")
+    if len(set(slots)) != len(slots):
+        raise ConfigError(f"{key}.slots", slots, "expected each slot once")
+    if min(slots) < 0 or max(slots) >= fleet:
+        raise ConfigError(f"{key}.slots", slots, f"expected slots from 0 to {fleet - 1} (fleet.slots = {fleet})")
+
+
+def _check_shares(config: Config, key: str, name: str, stage: StageConfig) -> None:
+    if stage.shares is None:
+        return
+    samples, shares = _samples_to_share(config, name), stage.shares
+    if len(shares) != stage.dp or min(shares) < 0 or sum(shares) != samples:
+        what = "a mini-batch" if name in TRAIN_STAGES else "a step"
+        even = list(equal_shares(samples, stage.dp))
+        expected = (
+            f"expected {stage.dp} entries (dp), none negative, with the sum {samples} (samples of {what}), as {even}"
+        )
+        raise ConfigError(f"{key}.shares", list(shares), expected)
+
+
+def _check_changes(config: Config) -> None:
+    last = 0
+    for index, change in enumerate(config.changes):
+        key = f"changes[{index}]"
+        if not last < change.step <= config.run.steps:
+            above = f" above the change before it ({last})" if last else ""
+            expected = f"expected a step from 1 to run.steps = {config.run.steps}{above}"
+            raise ConfigError(f"{key}.step", change.step, expected)
+        stages = list(_stages(change.plan))
+        if not stages:
+            raise ConfigError(f"{key}.plan", None, f"expected at least one of {', '.join(STAGES)}")
+        last = change.step
+        for name, stage in stages:  # those left out were judged before and stay
+            _check_stage(config, f"{key}.plan.{name}", name, stage)
+
+
+def _stages(plan: PlanConfig | PlanChange) -> Iterator[tuple[str, StageConfig]]:
+    """The names and stages that `plan` states."""
+    for name in STAGES:
+        stage: StageConfig | None = attrgetter(name)(plan)
+        if stage is not None:
+            yield name, stage
+
+
+def _number(config: Config, key: str) -> float:
+    """The number at `key`; NaN for one that is not finite, so that every comparison with it fails."""
+    value: float = attrgetter(key)(config)
+    return value if math.isfinite(value) else math.nan
+
+
+def _require(holds: bool, key: str, config: Config, expected: str) -> None:
+    if not holds:
+        raise ConfigError(key, attrgetter(key)(config), f"expected {expected}")

@@ -1,0 +1,160 @@
+"""The summary: a fold of what a run recorded; absence is tolerated, arithmetic is checked against numpy."""
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from nereus.errors import JournalError
+from nereus.report.summary import fold, render, reward_gain, summarise
+from nereus.runtime.journal import Journal, RunFolder
+from nereus.runtime.metrics import MetricsWriter, NoMirror
+
+PLACE = Path("/runs/example")
+
+
+def rows_of(samples: list[np.ndarray]) -> list[dict[str, float]]:
+    return [
+        {"critic/score/mean": step.mean(), "critic/score/std": step.std(ddof=1), "critic/score/count": step.size}
+        for step in samples
+    ]
+
+
+def written(tmp_path: Path) -> RunFolder:
+    """A run of 12 steps with one change that is done and one that failed."""
+    folder = RunFolder(path=tmp_path)
+    journal, metrics = Journal(folder.events), MetricsWriter(folder.metrics, NoMirror())
+    journal.append("run_started", at_seconds=100.0, config={"run": {"steps": 12}}, slots=[0, 1])
+    journal.append("warmup_done", at_seconds=110.0)
+    for step in range(1, 13):
+        row = {
+            "critic/score/mean": step / 12,
+            "critic/score/std": 0.1,
+            "critic/score/count": 64,
+            "timing_s/gen": 0.5 + step,
+            "timing_s/step": 2.0,
+            "timing_s/update_weights": 0.2,
+            "transition/sync_counted_bytes": 1_000_000,
+            "rollout_corr/logp_diff_max": step * 1e-6,
+            "rollout_corr/mean_exp_abs_diff": 1.0001,
+            "perf/ledger_bytes/slot_0": 100 + step,
+            "perf/ledger_bytes/slot_10": 50,
+            "perf/ledger_bytes/slot_2": 60,
+        }
+        if step == 6:
+            row["timing_s/transition"] = 1.5
+        metrics.write(step, row)
+        journal.append("step_done", at_seconds=110.0 + 2 * step, step=step, metrics=row)
+    journal.append("transition_started", transition=1, step=6, **{"from": "TP2·PP2·DP1", "to": "TP1·PP2·DP2"})
+    journal.append(
+        "transition_done",
+        transition=1,
+        state_version=7,
+        seconds={"move": 1.0, "quiesce": 0.5},
+        pause_seconds=1.5,
+        planned_bytes=2_000_000,
+        counted_bytes=2_000_000,
+    )
+    journal.append("transition_started", transition=2, step=9, **{"from": "a", "to": "b"})
+    journal.append("transition_failed", transition=2, reason="a peer did not answer")
+    journal.append("run_stopped", at_seconds=140.0, reason="done", steps=12)
+    journal.close()
+    metrics.close()
+    return folder
+
+
+def test_a_run_summarised(tmp_path: Path) -> None:
+    summary = summarise(written(tmp_path).path)
+    assert (summary.outcome, summary.steps, summary.planned_steps) == ("done", 12, 12)
+    assert (summary.run_seconds, summary.training_seconds) == (40.0, 30.0)
+    assert summary.transition_fraction == pytest.approx(1.5 / 30)
+    assert summary.phase_seconds == {
+        "gen": pytest.approx(7.0),
+        "step": pytest.approx(2.0),
+        "update_weights": pytest.approx(0.2),
+    }
+    done, failed = summary.transitions
+    assert (done.step, done.before, done.after, done.state_version) == (6, "TP2·PP2·DP1", "TP1·PP2·DP2", 7)
+    assert (failed.step, failed.reason) == (9, "a peer did not answer")
+    assert summary.peak_ledger_bytes == {"0": 112, "2": 60, "10": 50}
+    assert list(summary.peak_ledger_bytes) == ["0", "2", "10"]
+    assert summary.parity_max_nats == pytest.approx(1.2e-5)
+    assert summary.sync_bytes == 1_000_000
+
+
+def test_the_text_says_it_all(tmp_path: Path) -> None:
+    text = render(summarise(written(tmp_path).path))
+    for words in (
+        f"run {tmp_path.name}: done, 12 of 12 steps, 40.0 s",
+        "reward: 0.250 in the first 5 steps, 0.833 in the last 5: +0.583",
+        "before step 6: TP2·PP2·DP1 -> TP1·PP2·DP2",
+        "pause 1.500 s (quiesce 0.500, move 1.000)",
+        "planned 2,000,000, counted 2,000,000: equal (2.0 MB); state version 7",
+        "failed: a peer did not answer",
+        "share of run time: 5.00% of the 30.0 s of training",
+        "weight sync, mean of a step: 0.200 s, 1,000,000 bytes",
+        "max |dlogp| 1.20e-05, mean exp|dlogp| 1.000100",
+        "slot 10",
+        str(tmp_path / "events.jsonl"),
+    ):
+        assert words in text
+
+
+def test_the_gain_is_that_of_the_samples() -> None:
+    rng = np.random.default_rng(3)
+    samples = [rng.normal(0.1 * step, 0.5, size=rng.integers(20, 60)) for step in range(12)]
+    gain = reward_gain(rows_of(samples))
+    first, last = np.concatenate(samples[:5]), np.concatenate(samples[-5:])
+    error = math.sqrt(first.var(ddof=1) / first.size + last.var(ddof=1) / last.size)
+    assert gain is not None
+    assert (gain.window_steps, gain.first_reward, gain.last_reward) == (
+        5,
+        pytest.approx(first.mean()),
+        pytest.approx(last.mean()),
+    )
+    assert gain.error_ratio == pytest.approx((last.mean() - first.mean()) / error)
+
+
+def test_the_gain_of_means_alone() -> None:
+    gain = reward_gain([{"critic/score/mean": value} for value in (0.0, 1.0, 4.0, 5.0)])
+    assert gain is not None
+    assert (gain.window_steps, gain.first_reward, gain.last_reward) == (2, 0.5, 4.5)
+    assert gain.error_ratio == pytest.approx(4 / math.sqrt(0.25 + 0.25))
+
+
+@pytest.mark.parametrize(("means", "standard_errors"), [([0.0, 0.0, 0.0, 0.0], 0.0), ([0.0, 0.0, 1.0, 1.0], math.inf)])
+def test_the_gain_without_spread(means: list[float], standard_errors: float) -> None:
+    rows = [{"critic/score/mean": mean, "critic/score/std": 0.0, "critic/score/count": 8} for mean in means]
+    gain = reward_gain(rows)
+    assert gain is not None
+    assert gain.error_ratio == standard_errors
+
+
+def test_too_few_steps_for_a_gain() -> None:
+    assert reward_gain([]) is None
+    assert reward_gain([{"critic/score/mean": 1.0}]) is None
+    assert reward_gain([{"critic/score/mean": math.nan}] * 4) is None
+
+
+def test_nothing_known_is_no_error() -> None:
+    empty = fold([], [], PLACE)
+    assert (empty.outcome, empty.steps, empty.reward, empty.transitions) == ("unfinished", 0, None, ())
+    assert render(empty) == "run example: unfinished, 0 steps\n\ntransitions: none\n"
+
+
+def test_a_change_that_did_not_end() -> None:
+    events = [{"kind": "transition_started", "transition": 1, "step": 2, "from": "a", "to": "b", "at_seconds": 1.0}]
+    summary = fold(events, [{"training/global_step": 1}], PLACE)
+    assert summary.transitions[0].reason == "did not end"
+    assert "failed: did not end" in render(summary)
+
+
+def test_bytes_that_differ_are_shouted() -> None:
+    events = [{"kind": "transition_done", "transition": 1, "planned_bytes": 10, "counted_bytes": 9}]
+    assert "planned 10, counted 9: NOT EQUAL" in render(fold(events, [], PLACE))
+
+
+def test_a_folder_without_a_journal(tmp_path: Path) -> None:
+    with pytest.raises(JournalError, match=r"events\.jsonl"):
+        summarise(tmp_path)
