@@ -1,6 +1,6 @@
 """The configuration of a run: frozen records only; `nereus.cli.load` fills them from YAML with dotted overrides.
 
-`validate` (in `nereus.feasible`) says whether the values fit together; here are the values and their defaults.
+`nereus.validate` says whether the values fit together; here are the values and their defaults.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class DataConfig:
     """The task (a reasoning-gym data set) and the size of a step's batch."""
 
     task: str = "chain_sum"
-    task_options: dict[str, object] = field(default_factory=dict)
+    task_options: dict[str, object] = field(default_factory=dict[str, object])
     prompt_template: str = "{question}"
     prompts_per_step: int = 16
     samples_per_prompt: int = 4

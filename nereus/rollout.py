@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from nereus.model import seed_of
 
@@ -27,3 +28,32 @@ def samples_of_step(step: int, first_prompt: int, prompts: int, samples: int) ->
         for prompt in range(first_prompt, first_prompt + prompts)
         for sample in range(samples)
     )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """A prompt to be continued; `seed` (0 <= seed < 2**63) alone decides the sampling of the request.
+
+    Generation ends with `stop_token` or after `max_response_tokens`. A temperature of 0 is greedy; at most 2.
+    """
+
+    request_id: str
+    prompt_tokens: tuple[int, ...]
+    seed: int
+    temperature: float
+    max_response_tokens: int
+    stop_token: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Completion:
+    """A request's sampled tokens (the stop token included) and the log-probability of each, natural logarithm.
+
+    Log-probabilities are vLLM's `raw_logprobs`: of the model's own distribution, at temperature 1, whatever the
+    request's temperature was. At temperature 1 that is the distribution that was sampled from.
+    """
+
+    request_id: str
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finished: Literal["stop", "length"]

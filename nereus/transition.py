@@ -26,6 +26,11 @@ class Transition:
     target: Mapping[int, tuple[Shard, ...]]
     moved: Movement
 
+    def extra_bytes(self, slot: int, bucket_bytes: int) -> int:
+        """What a slot needs beside all that is live: the old state detached, the new one, and staging."""
+        old, new = self.present.get(slot, ()), self.target.get(slot, ())
+        return sum(s.size_bytes for s in (*old, *new)) + (bucket_bytes if self.moved.buckets else 0)
+
     def emus(self) -> tuple[str, ...]:
         """Names of the EMUs that change."""
         return tuple(emu_name(getattr(self.after, name)) for name in self.changed)

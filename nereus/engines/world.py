@@ -83,8 +83,8 @@ class ProcessWorld:
     def sub(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
         """The group of `ranks`, in that order, or None where this rank is not in it.
 
-        All ranks of the world call it, in the same order of calls; a set of ranks is built once and kept until
-        `close`. The whole world in its own order is the default group.
+        All ranks of the world call it, in the same order of calls; an order of ranks is built once and kept
+        until `close`. The whole world in its own order is the default group.
         """
         if ranks == tuple(range(self.size)):
             return self.group

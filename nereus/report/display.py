@@ -12,6 +12,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn
 from rich.text import Text
 
 PARTS = ("quiesce", "detach", "move", "verify", "commit", "attach", "engine", "sync")  # of a transition, in order
+STAGE_SEPARATOR = " · "  # of a plan's text: `train TP2·PP2·DP1 · gen 2xTP2`
 REPEAT_SECONDS = 5.0  # plain lines of one counting phase are at least this far apart
 
 
@@ -155,7 +156,7 @@ def transition_line(record: Mapping[str, object]) -> str:
     """One transition in one line: from where to where, the pause by part, the bytes; or why it failed."""
     head = f"change {record.get('transition', '')}".rstrip()
     if "from" in record and "to" in record:
-        head += f": {record['from']} -> {record['to']}"
+        head += f": {change_text(str(record['from']), str(record['to']))}"
     if "reason" in record:
         return f"{head} failed: {record['reason']}"
     words = []
@@ -168,6 +169,15 @@ def transition_line(record: Mapping[str, object]) -> str:
     if isinstance(moved, int | float):
         words.append(f"{bytes_text(moved)} moved")
     return f"{head}  {' '.join(words)}".rstrip()
+
+
+def change_text(before: str, after: str) -> str:
+    """What differs between two layouts: `train TP2·PP2·DP1 -> TP1·PP2·DP2, gen 2xTP2 -> 4xTP1`."""
+    pairs = list(zip(before.split(STAGE_SEPARATOR), after.split(STAGE_SEPARATOR), strict=False))
+    named = all(old.split(" ")[0] == new.split(" ")[0] and " " in old for old, new in pairs)
+    if not named or before.count(STAGE_SEPARATOR) != after.count(STAGE_SEPARATOR) or before == after:
+        return f"{before} -> {after}"
+    return ", ".join(f"{old} -> {new.partition(' ')[2]}" for old, new in pairs if old != new)
 
 
 def in_order(seconds: Mapping[str, float]) -> list[str]:

@@ -7,13 +7,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from nereus.report.display import bytes_text, in_order
+from nereus.report.display import bytes_text, change_text, in_order
 from nereus.runtime.journal import RunFolder, read_journal
 from nereus.runtime.metrics import read_metrics
 
 WINDOW_STEPS = 5
 REWARD_MEAN, REWARD_STD, REWARD_COUNT = "critic/score/mean", "critic/score/std", "critic/score/count"
-SYNC_SECONDS, PAUSE_SECONDS = "timing_s/update_weights", "timing_s/transition"
+STEP_SECONDS, SYNC_SECONDS, PAUSE_SECONDS = "timing_s/step", "timing_s/update_weights", "timing_s/transition"
 PHASE_PREFIX = "timing_s/"
 SYNC_BYTES = "transition/sync_counted_bytes"
 PARITY_MAX, PARITY_MEAN_EXP = "rollout_corr/logp_diff_max", "rollout_corr/mean_exp_abs_diff"
@@ -58,7 +58,7 @@ class TransitionSummary:
 class Summary:
     """A run's outcome. NaN and empty mappings stand for what its records do not say.
 
-    `training_seconds` runs from the end of the warm-up (else the run's start) to the last event;
+    `training_seconds` runs from the beginning of the first step to the last event;
     `transition_fraction` is the share of it that transitions stopped the job for.
     """
 
@@ -90,7 +90,7 @@ def fold(events: Sequence[Event], metrics: Sequence[Row], folder: Path) -> Summa
     """The summary that `events` and `metrics` (one row a step, in order) tell: pure."""
     stopped = _last(events, "run_stopped")
     transitions = tuple(_transitions(events))
-    training_seconds = _seconds_from(events, _last(events, "warmup_done") or _last(events, "run_started"))
+    training_seconds = _end(events) - _training_start(events)
     paused_seconds = sum(_known(entry.pause_seconds for entry in transitions))
     return Summary(
         folder=folder,
@@ -100,7 +100,7 @@ def fold(events: Sequence[Event], metrics: Sequence[Row], folder: Path) -> Summa
         reward=reward_gain(metrics),
         phase_seconds=_phase_seconds(metrics),
         transitions=transitions,
-        run_seconds=_seconds_from(events, _last(events, "run_started")),
+        run_seconds=_end(events) - _at(_last(events, "run_started")),
         training_seconds=training_seconds,
         transition_fraction=paused_seconds / training_seconds if training_seconds > 0 else math.nan,
         sync_seconds=_mean(_column(metrics, SYNC_SECONDS)),
@@ -202,8 +202,20 @@ def _planned_steps(events: Sequence[Event]) -> int:
     return _count(run.get("steps")) if isinstance(run, Mapping) else 0
 
 
-def _seconds_from(events: Sequence[Event], start: Event | None) -> float:
-    return _number(events[-1].get("at_seconds")) - _number(start.get("at_seconds")) if start else math.nan
+def _training_start(events: Sequence[Event]) -> float:
+    """When the first step began, in seconds since the epoch: a share of the time before it would look too good."""
+    first = next((event for event in events if event.get("kind") == "step_done"), None)
+    metrics = first.get("metrics") if first else None
+    seconds = _number(metrics.get(STEP_SECONDS)) if isinstance(metrics, Mapping) else math.nan
+    return _at(first) - seconds
+
+
+def _end(events: Sequence[Event]) -> float:
+    return _at(events[-1]) if events else math.nan
+
+
+def _at(event: Event | None) -> float:
+    return _number(event.get("at_seconds")) if event else math.nan
 
 
 def _last(events: Sequence[Event], kind: str) -> Event | None:
@@ -255,7 +267,7 @@ def _moves(summary: Summary) -> list[str]:
         return ["transitions: none"]
     lines = ["transitions"]
     for entry in summary.transitions:
-        lines.append(f"  before step {entry.step}: {entry.before} -> {entry.after}")
+        lines.append(f"  before step {entry.step}: {change_text(entry.before, entry.after)}")
         if entry.reason:
             lines.append(f"    failed: {entry.reason}")
             continue

@@ -58,6 +58,7 @@ def change_plan(job: Job, plan: Plan, record: ChangeRecord, journal: Journal) ->
     with record.timed("plan"):
         transition = build(job.specs, job.plan, plan, job.config.transfer.bucket_bytes)
         check_transition(transition, job.config.transfer.bucket_bytes)
+        _check_room(job, transition)
     emus = transition.emus()
     with record.timed("quiesce"):
         if transition.restart_generation:
@@ -89,6 +90,17 @@ def change_plan(job: Job, plan: Plan, record: ChangeRecord, journal: Journal) ->
         job.attach(_stages(plan, transition.changed), NEXT)
         job.pool.call_all("drop", NEXT)
     _follow_up(job, transition, record)
+
+
+def _check_room(job: Job, transition: Transition) -> None:
+    """ChangeUndone, with nothing touched, when a slot's ledger cannot hold old and new state beside each other."""
+    for slot, free in job.pool.call_all("free_bytes").items():
+        needed = transition.extra_bytes(slot, job.config.transfer.bucket_bytes)
+        if needed > free:
+            raise ChangeUndone(
+                f"slot {slot} needs {needed:,} bytes to keep old and new state beside each other, {free:,} are left of "
+                "fleet.slot_budget_bytes"
+            )
 
 
 def _move_and_verify(job: Job, transition: Transition, record: ChangeRecord) -> None:

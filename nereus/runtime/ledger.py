@@ -71,6 +71,11 @@ class Ledger:
         finally:
             self.hold(component, max(self.held.get(component, 0) - size_bytes, 0))
 
+    def touch(self, component: str, size_bytes: int) -> None:
+        """Books what was held for a moment of the present phase, such as activations measured in it."""
+        with self.during(component, size_bytes):
+            pass
+
     @contextmanager
     def in_phase(self, name: str) -> Iterator[None]:
         """Entries inside are booked on phase `name`."""

@@ -11,7 +11,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from nereus.engines.vllm.engine import Completion, Request
 from nereus.errors import JournalError, SlotFailed
 from nereus.layout import StagePlan, batch_shares
 from nereus.rl.advantages import AdvantageSettings, estimate, token_rewards
@@ -20,7 +19,7 @@ from nereus.rl.correction import mismatch
 from nereus.rl.losses import Denominators, PolicySettings, ValueSettings, kl_divergence
 from nereus.rl.tasks import Task
 from nereus.rl.tokenizer import EOS_ID
-from nereus.rollout import samples_of_step
+from nereus.rollout import Completion, Request, samples_of_step
 from nereus.runtime.job import Job, MoveReport, report
 from nereus.runtime.objective import Objective
 from nereus.runtime.rollouts import Rollouts, load, save
@@ -133,8 +132,7 @@ class Phases:
         """Moves the actor's weights from the training layout to the generation layout, slot to slot."""
         planned = self.job.sync or self.job.plan_sync()
         emu = emu_name(self.job.plan.actor_train)
-        method = "sync_poisoned" if poison else "sync"
-        return report(planned.whole, self.job.pool.call_all(method, emu))
+        return report(planned.whole, self.job.pool.call_all("sync", emu, poison))
 
     def generate(self, step: int) -> list[Completion]:
         """Completions of the step's samples in batch order."""

@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -76,9 +76,17 @@ class SlotPool:
     `close` makes sense. A NereusError of a slot is raised as it is.
     """
 
-    def __init__(self, slots: int, logs: Path, *, start_timeout_seconds: float, note: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        slots: int,
+        logs: Path,
+        *,
+        start_timeout_seconds: float,
+        phase_timeout_seconds: float,
+        note: Callable[[str], None],
+    ) -> None:
         self.numbers = tuple(range(slots))
-        self._logs = logs
+        self._logs, self._timeout_seconds = logs, phase_timeout_seconds
         note(f"starting {slots} slots")
         start_ray(slots)
         self._actors: dict[int, Any] = {}
@@ -92,7 +100,7 @@ class SlotPool:
             self.pids: dict[int, int] = self._collect("boot", boots, start_timeout_seconds)  # type: ignore[assignment]
             note(f"slots are up after {time.monotonic() - started:.0f} s")
             port = self.call("port", {0: ()})[0]
-            self.call_all("join", slots, "127.0.0.1", port, start_timeout_seconds)
+            self.call_all("join", slots, "127.0.0.1", port, phase_timeout_seconds)
         except BaseException:
             self.close()
             raise
@@ -100,20 +108,14 @@ class SlotPool:
     def _log(self, number: int) -> Path:
         return self._logs / f"slot_{number}.log"
 
-    def call(
-        self, method: str, arguments: Mapping[int, tuple[object, ...]], timeout_seconds: float = 600.0
-    ) -> dict[int, Any]:
+    def call(self, method: str, arguments: Mapping[int, tuple[object, ...]]) -> dict[int, Any]:
         """Calls `method` on each slot of `arguments` with its own arguments."""
         refs = {slot: self._actors[slot].do.remote(method, given) for slot, given in arguments.items()}
-        return self._collect(method, refs, timeout_seconds)
+        return self._collect(method, refs, self._timeout_seconds)
 
-    def call_all(self, method: str, *arguments: object, timeout_seconds: float = 600.0) -> dict[int, Any]:
+    def call_all(self, method: str, *arguments: object) -> dict[int, Any]:
         """Calls `method` on every slot with the same arguments."""
-        return self.call(method, dict.fromkeys(self.numbers, arguments), timeout_seconds)
-
-    def call_some(self, slots: Iterable[int], method: str, *arguments: object) -> dict[int, Any]:
-        """Calls `method` on some slots with the same arguments."""
-        return self.call(method, dict.fromkeys(slots, arguments))
+        return self.call(method, dict.fromkeys(self.numbers, arguments))
 
     def _collect(self, method: str, refs: Mapping[int, Any], timeout_seconds: float) -> dict[int, Any]:
         owner = {ref: slot for slot, ref in refs.items()}

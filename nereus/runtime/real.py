@@ -31,7 +31,7 @@ from nereus.rl.tokenizer import EOS_ID, PAD_ID, ByteTokenizer
 from nereus.runtime.changes import NEXT, ChangeRecord, ChangeUndone, change_plan, first_state, start_generation
 from nereus.runtime.job import Job, short
 from nereus.runtime.journal import Journal, RunFolder
-from nereus.runtime.metrics import Metrics
+from nereus.runtime.metrics import MetricsWriter
 from nereus.runtime.phases import Phases, StepRecord, task_of
 from nereus.runtime.pool import SlotPool
 from nereus.slices import cut, movement
@@ -43,6 +43,10 @@ class Stop(Protocol):
 
     requested: bool
 
+    def hold(self) -> None:
+        """Takes the signals again, after Ray has put its own handlers on them."""
+        ...
+
 
 @dataclass(kw_only=True)
 class RealWorld:
@@ -52,7 +56,7 @@ class RealWorld:
     folder: RunFolder
     pool: SlotPool
     journal: Journal
-    metrics: Metrics
+    metrics: MetricsWriter
     display: Display
     stop: Stop
     recorded: Path | None = None

@@ -11,6 +11,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -21,11 +22,12 @@ from nereus.engines.megatron import cpu
 from nereus.engines.megatron.engine import TrainEngine, adam_of
 from nereus.engines.megatron.steps import forward, train
 from nereus.engines.vllm.boot import boot
-from nereus.engines.vllm.engine import Completion, GenerationEngine, Request
+from nereus.engines.vllm.engine import GenerationEngine
 from nereus.engines.world import Census, ProcessWorld, census
 from nereus.layout import StagePlan
 from nereus.model import models_of, seed_of
 from nereus.rl.batch import Batch
+from nereus.rollout import Completion, Request
 from nereus.runtime import fabric, state
 from nereus.runtime.fabric import Program, Traffic
 from nereus.runtime.messages import PhaseResult, SlotMemory
@@ -61,6 +63,7 @@ class Slot:
         self.store: dict[str, state.Store] = {}
         self.steps: dict[str, int] = {}
         self._sync: tuple[Program, ...] = ()
+        self._used: set[tuple[str, str]] = set()
         self.ledger = Ledger(slot=self.number, budget_bytes=config.fleet.slot_budget_bytes)
 
     def port(self) -> int:
@@ -124,14 +127,14 @@ class Slot:
 
     def detach(self, emu: str, label: str) -> None:
         """Copies a live EMU's state to plain tensors and takes the engine apart. Does nothing where it is not live."""
-        engine = self.live.pop(emu, None)
+        engine = self.live.get(emu)
         if engine is None:
             return
         views = engine.views()
         self.ledger.hold(f"detached.{label}", self.ledger.held.get(f"detached.{label}", 0) + state.size_bytes(views))
         self.store.setdefault(label, {}).update({shard: view.clone() for shard, view in views.items()})
         self.steps[emu] = engine.optimizer_steps
-        del views
+        del views, self.live[emu]
         engine.close()
         self.ledger.release(emu)
         self.ledger.release(f"overhead.{emu}")
@@ -156,6 +159,7 @@ class Slot:
         engine.optimizer_steps = optimizer_steps
         self.steps[emu] = optimizer_steps
         self.live[emu] = engine
+        self._used = {used for used in self._used if used[0] != emu}
         self.ledger.hold(f"detached.{label}", state.size_bytes(held))
 
     def move(self, program: Program, emus: tuple[str, ...], source_label: str, target_label: str) -> Traffic:
@@ -209,6 +213,18 @@ class Slot:
 
     # -- phases --------------------------------------------------------------------------------------------------
 
+    @contextmanager
+    def _first_use(self, emu: str, phase: str) -> Iterator[None]:
+        """Books what a process grows by when an engine first runs a phase: tables and caches without a size."""
+        if (emu, phase) in self._used:
+            yield
+            return
+        self._used.add((emu, phase))
+        settle()
+        with self.ledger.measured("overhead.first_use"):
+            yield
+            settle()
+
     def _seed(self, emu: str) -> str:
         """Random numbers of a phase are a function of (run seed, EMU, optimizer steps): no layout, slot or history."""
         seed = seed_of(self.config.run.seed, "rng", emu, self.steps[emu])
@@ -224,8 +240,9 @@ class Slot:
     def forward(self, emu: str, share: Batch, micro_batch: int, phase: str) -> PhaseResult:
         """Collective over the stage: what the model says about this slot's share of the batch."""
         engine = self.live[emu]
-        with self.ledger.in_phase(phase), self.ledger.during("logits", self._logit_bytes(engine, share, micro_batch)):
+        with self._first_use(emu, phase), self.ledger.in_phase(phase):
             rng = self._seed(emu)
+            self.ledger.touch("logits", self._logit_bytes(engine, share, micro_batch))
             outputs = forward(engine, share, micro_batch=micro_batch, temperature=self.config.rollout.temperature)
         return PhaseResult(outputs=outputs, metrics={}, grad_norm=0.0, rng=rng)
 
@@ -234,9 +251,9 @@ class Slot:
         engine = self.live[emu]
         meter = ActivationMeter(engine.module.parameters())
         phase = f"update_{emu.split('.')[0]}"
-        with self.ledger.in_phase(phase):
+        with self._first_use(emu, phase), self.ledger.in_phase(phase):
             rng = self._seed(emu)
-            with self.ledger.during("logits", self._logit_bytes(engine, share, micro_batch)), meter.counting():
+            with meter.counting():
                 result = train(
                     engine,
                     share,
@@ -245,8 +262,7 @@ class Slot:
                     loss=objective.loss,
                     lr=lr,
                 )
-            with self.ledger.during("activations", meter.peak_bytes):
-                pass
+            self.ledger.touch("activations", meter.peak_bytes + self._logit_bytes(engine, share, micro_batch))
         self.steps[emu] = engine.optimizer_steps
         return PhaseResult(outputs=None, metrics=result.metrics, grad_norm=result.grad_norm, rng=rng)
 
@@ -257,6 +273,7 @@ class Slot:
         if stage.rank_of(self.number) is None:
             return
         data = self.config.data
+        self._used.discard(("actor.generate", "gen"))
         with self.ledger.measured("overhead.actor.generate"):
             self.generation = GenerationEngine(
                 world=self._joined,
@@ -282,7 +299,7 @@ class Slot:
         """Keeps this slot's part of the weight sync, a program per layer."""
         self._sync = programs
 
-    def sync(self, emu: str, *, poison: bool = False) -> Traffic:
+    def sync(self, emu: str, poison: bool = False) -> Traffic:  # noqa: FBT001, FBT002  # Ray passes it by place
         """Collective over the world: moves weights from training to generation, a layer at a time.
 
         Receiving slots offer each layer to vLLM while the next one travels; slots without an engine only send.
@@ -323,7 +340,7 @@ class Slot:
         """Collective over the slots of one engine, which are given the same requests; others return nothing."""
         if self.generation is None:
             return []
-        with self.ledger.in_phase("gen"):
+        with self._first_use("actor.generate", "gen"), self.ledger.in_phase("gen"):
             return self.generation.generate(requests)
 
     # -- facts ---------------------------------------------------------------------------------------------------
@@ -337,6 +354,10 @@ class Slot:
             peaks=dict(self.ledger.peaks),
             resident_bytes=resident_bytes() - self._baseline_bytes,
         )
+
+    def free_bytes(self) -> int:
+        """What the ledger would still allow."""
+        return self.ledger.budget_bytes - self.ledger.total_bytes
 
     def census(self) -> Census:
         """Groups, descriptors and threads of this process."""

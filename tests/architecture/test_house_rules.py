@@ -17,7 +17,7 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES = 500, 50
 UNITS = """
     bytes seconds flops tokens samples prompts sequences requests steps epochs mini_batches micro_batches
     slots nodes ranks replicas groups processes threads descriptors files buckets pieces layers heads elements rows
-    count ratio fraction percent nats
+    count ratio share fraction percent nats
 """
 UNIT = "|".join(word.removesuffix("s") + "s?" for word in UNITS.split())
 HAS_UNIT = re.compile(rf"(.*_)?({UNIT})(_per_({UNIT}))?")
@@ -28,13 +28,15 @@ CONTAINERS = ("Optional", "tuple", "list", "Sequence")
 DIMENSIONLESS = {
     "a degree of parallelism or a coordinate in one": "tp pp dp cp ep tp_rank pp_rank dp_rank",
     "identifies something, is not a quantity":
-        "id index rank slot source destination replica step turn layer head version seed port pid digest",
+        "id ids index position rank slot source destination replica step turn layer head version seed port pid digest responses",
     "a coordinate or extent in a tensor's own index space": "shape start stop axis offset stride dim",
     "how a StagePlan cuts, in layers, samples and samples: the words of the config": "pipeline shares micro_batch",
     "the model's sizes under the names of its papers and HF configs": "hidden ffn vocab hidden_size vocab_size",
     "a coefficient of an algorithm under its usual name":
         "lr gamma lam coef eps beta1 beta2 decay clip clip_grad clip_ratio_low clip_ratio_high temperature theta std",
-    "a loss, a reward or a statistic of them": "loss reward norm mean kl entropy score mean_exp_abs",
+    "a loss, a reward or a statistic of them":
+        "loss reward score scores norm mean first last kl entropy logprob logprobs standard_errors mean_exp_abs parity_max"
+        " parity_mean_exp",
 }  # fmt: skip
 UNITLESS = {name for names in DIMENSIONLESS.values() for name in names.split()}
 

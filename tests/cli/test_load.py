@@ -157,7 +157,7 @@ changes = st.builds(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     name=texts,
     options=st.dictionaries(texts, plain, max_size=3),

@@ -33,42 +33,51 @@ CONFIG = {
 }
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_engines_rebuilt_in_two_slots(tmp_path: Path, tied: bool) -> None:
+def test_engines_rebuilt_in_two_slots(tmp_path: Path) -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
     os.environ.update(ENVIRONMENT)  # the slots inherit it
-    mp.spawn(slot, args=(port, tmp_path, tied), nprocs=2)
+    mp.spawn(slot, args=(port, tmp_path), nprocs=2)
 
 
-def slot(rank: int, port: int, folder: Path, tied: bool) -> None:
+def slot(rank: int, port: int, parent: Path) -> None:
     """A slot process: the whole test."""
     torch.set_num_threads(1)
     from nereus.engines.vllm.boot import boot
 
     boot()
     world = ProcessWorld(rank=rank, size=2, address="127.0.0.1", port=port, timeout_seconds=60)
-    models = [reference(seed, tied) for seed in (1, 2)]
+    plain, tied = ([reference(seed, tied) for seed in (1, 2)] for tied in (False, True))
     if rank == 0:
-        models[0].config.save_pretrained(folder)
+        plain[0].config.save_pretrained(parent / "plain")
+        tied[0].config.save_pretrained(parent / "tied")
     torch.distributed.barrier()
-    engine_cycle(world, folder, models, 2)  # the first use opens what stays open
+    engine_cycle(world, parent / "plain", plain, 2)  # the first use opens what stays open
     torch.distributed.barrier()
-    settled, samples = census(), []
-    shared = Path("/proc/self/maps").read_text().count("/dev/shm/nereus-")
-    tensors = sum(isinstance(thing, torch.Tensor) for thing in gc.get_objects())
-    failed_start(world, folder / "absent")
+    settled, shared, tensors = census(), shared_memories(), live_tensors()
+    failed_start(world, parent / "absent")
+    samples = []
     for tp in (2, 1, 2, 1, 2, 1):
-        samples.append(engine_cycle(world, folder, models, tp))
+        samples.append(engine_cycle(world, parent / "plain", plain, tp))
         torch.distributed.barrier()
         left = census()
         assert (left.groups, left.threads) == (settled.groups, settled.threads)
         assert left.descriptors <= settled.descriptors
-        assert Path("/proc/self/maps").read_text().count("/dev/shm/nereus-") == shared
-        assert sum(isinstance(thing, torch.Tensor) for thing in gc.get_objects()) <= tensors
+        assert shared_memories() == shared
+        assert live_tensors() <= tensors
     assert all(sample == samples[0] for sample in samples)
+    for tp in (1, 2):
+        engine_cycle(world, parent / "tied", tied, tp)
     world.close()
+
+
+def shared_memories() -> int:
+    return Path("/proc/self/maps").read_text().count("/dev/shm/nereus-")
+
+
+def live_tensors() -> int:
+    return sum(isinstance(thing, torch.Tensor) for thing in gc.get_objects())
 
 
 def failed_start(world: ProcessWorld, folder: Path) -> None:

@@ -12,6 +12,7 @@ from nereus.report.display import (
     QuietDisplay,
     RichDisplay,
     bytes_text,
+    change_text,
     open_display,
     step_line,
     transition_line,
@@ -115,3 +116,17 @@ def test_quiet_shows_nothing(capsys: pytest.CaptureFixture[str]) -> None:
 )
 def test_bytes_for_people(count_bytes: float, text: str) -> None:
     assert bytes_text(count_bytes) == text
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "text"),
+    [
+        ("train TP2·PP2·DP1 · gen 2xTP2", "train TP1·PP2·DP2 · gen 2xTP2", "train TP2·PP2·DP1 -> TP1·PP2·DP2"),
+        ("train TP2 · gen 2xTP2", "train TP1 · gen 4xTP1", "train TP2 -> TP1, gen 2xTP2 -> 4xTP1"),
+        ("TP2·PP2·DP1", "TP1·PP2·DP2", "TP2·PP2·DP1 -> TP1·PP2·DP2"),
+        ("train TP2", "train TP2 · gen 1xTP1", "train TP2 -> train TP2 · gen 1xTP1"),
+        ("train TP2", "train TP2", "train TP2 -> train TP2"),
+    ],
+)
+def test_a_change_names_what_differs(before: str, after: str, text: str) -> None:
+    assert change_text(before, after) == text

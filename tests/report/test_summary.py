@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -46,7 +47,9 @@ def written(tmp_path: Path) -> RunFolder:
             row["timing_s/transition"] = 1.5
         metrics.write(step, row)
         journal.append("step_done", at_seconds=110.0 + 2 * step, step=step, metrics=row)
-    journal.append("transition_started", transition=1, step=6, **{"from": "TP2·PP2·DP1", "to": "TP1·PP2·DP2"})
+    first: dict[str, Any] = {"transition": 1, "step": 6, "from": "TP2·PP2·DP1", "to": "TP1·PP2·DP2"}
+    second: dict[str, Any] = {"transition": 2, "step": 9, "from": "a", "to": "b"}
+    journal.append("transition_started", reason="scripted before step 6", **first)
     journal.append(
         "transition_done",
         transition=1,
@@ -56,7 +59,7 @@ def written(tmp_path: Path) -> RunFolder:
         planned_bytes=2_000_000,
         counted_bytes=2_000_000,
     )
-    journal.append("transition_started", transition=2, step=9, **{"from": "a", "to": "b"})
+    journal.append("transition_started", reason="scripted before step 9", **second)
     journal.append("transition_failed", transition=2, reason="a peer did not answer")
     journal.append("run_stopped", at_seconds=140.0, reason="done", steps=12)
     journal.close()
@@ -158,3 +161,17 @@ def test_bytes_that_differ_are_shouted() -> None:
 def test_a_folder_without_a_journal(tmp_path: Path) -> None:
     with pytest.raises(JournalError, match=r"events\.jsonl"):
         summarise(tmp_path)
+
+
+def test_the_share_is_of_training_alone() -> None:
+    """Start-up and warm-up before the first step do not count."""
+    events = [
+        {"kind": "run_started", "at_seconds": 0.0},
+        {"kind": "warmup_done", "at_seconds": 50.0},
+        {"kind": "step_done", "at_seconds": 92.0, "metrics": {"timing_s/step": 2.0}},
+        {"kind": "transition_done", "transition": "t1", "pause_seconds": 1.0, "at_seconds": 95.0},
+        {"kind": "run_stopped", "at_seconds": 100.0},
+    ]
+    summary = fold(events, [], PLACE)
+    assert (summary.run_seconds, summary.training_seconds) == (100.0, 10.0)
+    assert summary.transition_fraction == pytest.approx(0.1)

@@ -1,5 +1,6 @@
 """Metrics: one line a step; the real wandb mirrors them in its own file, silently, and never holds the run up."""
 
+import importlib
 import json
 import math
 import signal
@@ -7,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -32,21 +34,22 @@ def configured(mode: str) -> Config:
     return Config(run=RunConfig(name="mirror", group="workload-1"), logger=LoggerConfig(wandb=mode))
 
 
-def records(path: Path) -> Iterator[object]:
+def records(path: Path) -> Iterator[Any]:
     """The protobuf records of a .wandb file."""
-    from wandb.proto import wandb_internal_pb2
-
+    internal: Any = importlib.import_module("wandb.proto.wandb_internal_pb2")
     data, at, whole = path.read_bytes(), HEADER_BYTES, b""
     while at + CHUNK_HEADER_BYTES <= len(data):
-        if BLOCK_BYTES - at % BLOCK_BYTES < CHUNK_HEADER_BYTES:
-            at += BLOCK_BYTES - at % BLOCK_BYTES
+        left_bytes = BLOCK_BYTES - at % BLOCK_BYTES
+        if left_bytes < CHUNK_HEADER_BYTES:  # the rest of a block is padding
+            at += left_bytes
             continue
         size_bytes, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
-        whole += data[at + CHUNK_HEADER_BYTES : at + CHUNK_HEADER_BYTES + size_bytes]
-        at += CHUNK_HEADER_BYTES + size_bytes
-        if kind in (1, 4):  # the full or the last chunk of a record
-            record, whole = wandb_internal_pb2.Record(), b""
-            yield record.FromString(data[at - size_bytes : at]) if kind == 1 else record
+        at += CHUNK_HEADER_BYTES
+        whole += data[at : at + size_bytes]
+        at += size_bytes
+        if kind in (1, 4):  # the only or the last chunk of a record
+            yield internal.Record.FromString(whole)
+            whole = b""
 
 
 def wandb_children() -> list[psutil.Process]:
@@ -82,16 +85,16 @@ def test_an_offline_run_holds_the_metrics_and_is_silent(tmp_path: Path, capfd: p
     (file,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
     rows, config, axes = [], {}, []
     for record in records(file):
-        kind = record.WhichOneof("record_type")  # type: ignore[attr-defined]
+        kind = record.WhichOneof("record_type")
         if kind == "history":
-            items = record.history.item  # type: ignore[attr-defined]
+            items = record.history.item
             rows.append({item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items})
         elif kind == "run":
-            run = record.run  # type: ignore[attr-defined]
+            run = record.run
             config = {item.key: json.loads(item.value_json) for item in run.config.update}
             assert (run.project, run.run_group) == ("nereus", "workload-1")
         elif kind == "metric":
-            axes.append((record.metric.glob_name, record.metric.step_metric))  # type: ignore[attr-defined]
+            axes.append((record.metric.glob_name, record.metric.step_metric))
     assert [row["critic/score/mean"] for row in rows] == [0.25, 0.5, 0.75]
     assert [row["training/global_step"] for row in rows] == [1, 2, 3]
     assert ("*", "training/global_step") in axes

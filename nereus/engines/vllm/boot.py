@@ -9,8 +9,10 @@ import gc
 import logging
 import os
 import sys
+import warnings
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 ENVIRONMENT: dict[str, str] = {
     "HF_HUB_OFFLINE": "1",
@@ -24,6 +26,7 @@ ENVIRONMENT: dict[str, str] = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # threads stay the trainer's; the default binding dies on NUMA at TP 2
     "OMP_NUM_THREADS": "1",
     "TORCHDYNAMO_DISABLE": "1",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",  # else each start warns of its NUMA binding
     "GLOO_SOCKET_IFNAME": "lo",
     "VLLM_HOST_IP": "127.0.0.1",
 }
@@ -48,6 +51,7 @@ def boot() -> None:
     _know_llama()
     _register_kernels_once()
     _leave_the_world_standing()
+    _no_message_queue()
     _share_memory_once_per_engine()
     gc.collect()
     gc.freeze()
@@ -77,7 +81,9 @@ def _register_kernels_once() -> None:
     if current_platform.is_cpu():
         import vllm.v1.worker.cpu_worker  # noqa: F401
     platform = type(current_platform)
-    platform.register_triton_kernel_overrides()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # the scan touches all that is deprecated
+        platform.register_triton_kernel_overrides()
     setattr(platform, "register_triton_kernel_overrides", staticmethod(_nothing))  # noqa: B010
 
 
@@ -96,6 +102,21 @@ def _leave_the_world_standing() -> None:
         parallel_state._NODE_COUNT = None
 
     parallel_state.destroy_distributed_environment = destroy_own_groups
+
+
+def _no_message_queue() -> None:
+    """Leaves out the TP group's message queue, which only multi-process executors use: 24 MB of /dev/shm a start.
+
+    A killed process would leave its file behind.
+    """
+    from vllm.distributed import parallel_state
+
+    build = parallel_state.init_model_parallel_group
+
+    def build_without_queue(*arguments: Any, **options: Any) -> parallel_state.GroupCoordinator:
+        return build(*arguments, **{**options, "use_message_queue_broadcaster": False})
+
+    parallel_state.init_model_parallel_group = build_without_queue
 
 
 def _share_memory_once_per_engine() -> None:
@@ -120,11 +141,11 @@ def _share_memory_once_per_engine() -> None:
 
     open_memory, handles = _CPUSHMDistributed._init_cpu_shm, dict[str, int]()
 
-    def open_once(shared: _CPUSHMDistributed) -> int:
-        if shared.group_name not in handles:
-            handles[shared.group_name] = open_memory(shared)
-            Path("/dev/shm", f"{shared.group_name}_{shared.communicator.rank_in_group}").unlink(missing_ok=True)  # noqa: S108
-        return handles[shared.group_name]
+    def open_once(self: _CPUSHMDistributed) -> int:
+        if self.group_name not in handles:
+            handles[self.group_name] = open_memory(self)
+            Path("/dev/shm", f"{self.group_name}_{self.communicator.rank_in_group}").unlink(missing_ok=True)  # noqa: S108
+        return handles[self.group_name]
 
     _CPUSHMDistributed.make_group_name = staticmethod(name)
     _CPUSHMDistributed._init_cpu_shm = open_once

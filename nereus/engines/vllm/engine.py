@@ -12,10 +12,8 @@ import os
 import random
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import torch
@@ -31,6 +29,7 @@ from nereus.engines.vllm.boot import ENGINE_KEY, boot
 from nereus.engines.vllm.staging import WeightSlice, offer
 from nereus.engines.world import ProcessWorld
 from nereus.errors import TransferFailed
+from nereus.rollout import Completion, Request
 
 BLOCK_TOKENS = 32
 """Tokens of a KV block: the least that vLLM's CPU attention works well with (platforms/cpu.py)."""
@@ -50,35 +49,6 @@ _FIXED: dict[str, object] = {
     "disable_log_stats": True,
     "seed": 0,
 }
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Request:
-    """A prompt to be continued; `seed` (0 <= seed < 2**63) alone decides the sampling of the request.
-
-    Generation ends with `stop_token` or after `max_response_tokens`. A temperature of 0 is greedy; at most 2.
-    """
-
-    request_id: str
-    prompt_tokens: tuple[int, ...]
-    seed: int
-    temperature: float
-    max_response_tokens: int
-    stop_token: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Completion:
-    """A request's sampled tokens (the stop token included) and the log-probability of each, natural logarithm.
-
-    Log-probabilities are vLLM's `raw_logprobs`: of the model's own distribution, at temperature 1, whatever the
-    request's temperature was. At temperature 1 that is the distribution that was sampled from.
-    """
-
-    request_id: str
-    tokens: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    finished: Literal["stop", "length"]
 
 
 class GenerationEngine:

@@ -1,0 +1,161 @@
+"""The command `nereus`: train, report, doctor. Exit codes: 0 done, 1 failed, 2 wrong configuration, 130 stopped.
+
+argparse rather than tyro: only its intermixed parsing takes options between a configuration and its overrides.
+"""
+
+from __future__ import annotations
+
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from io import TextIOWrapper
+from pathlib import Path
+
+from nereus.cli.doctor import examine, findings_text
+from nereus.cli.folder import create_run_folder, discard_unused
+from nereus.cli.load import QUICKSTART, load_config
+from nereus.config import Config
+from nereus.errors import ConfigError, NereusError
+from nereus.report.display import Display, open_display
+from nereus.report.summary import render, summarise
+from nereus.runtime.journal import RunFolder
+from nereus.runtime.metrics import check_mirror
+from nereus.runtime.stop import StopSignal
+from nereus.validate import validate
+
+DONE, FAILED, WRONG, STOPPED = 0, 1, 2, 130
+RunJob = Callable[[Config, RunFolder, Display, StopSignal, Path | None], None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Command:
+    """A subcommand: what it takes and what it does; `run` returns the exit code."""
+
+    help: str
+    add: Callable[[ArgumentParser], None]
+    run: Callable[[Namespace], int]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Carry out a command line and return its exit code; errors are one line on stderr, no traceback."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    arguments, command = _parsed(words)
+    try:
+        return command.run(arguments)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return WRONG
+    except NereusError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return FAILED
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        return STOPPED
+
+
+def _parsed(words: list[str]) -> tuple[Namespace, Command]:
+    """The arguments and the command of `words`; argparse shows help or what is wrong and exits itself."""
+    parser = ArgumentParser(prog="nereus", description="RL post-training whose parallel layouts change live.")
+    choices = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    parsers: dict[str, ArgumentParser] = {}
+    for name, command in COMMANDS.items():
+        parsers[name] = choices.add_parser(name, help=command.help, description=command.help)
+        command.add(parsers[name])
+    if not words or words[0] not in parsers:
+        parser.parse_args(words or ["--help"])
+        parser.error(f"expected one of {', '.join(parsers)}")
+    return parsers[words[0]].parse_intermixed_args(words[1:]), COMMANDS[words[0]]
+
+
+def _add_train(parser: ArgumentParser) -> None:
+    parser.usage = "nereus train CONFIG [--rollouts RUN] [key=value ...]"
+    parser.add_argument("words", nargs="*", metavar="CONFIG", help=f"a YAML file, such as {QUICKSTART}, then overrides")
+    parser.add_argument("--rollouts", metavar="RUN", help="train on the rollouts that this run folder has recorded")
+
+
+def _train(arguments: Namespace) -> int:
+    config, rollouts = _job(arguments)
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # layouts are written with a middle dot
+    return carry_out(config, rollouts, _run_real_job)
+
+
+def _job(arguments: Namespace) -> tuple[Config, Path | None]:
+    """What to run, with everything judged that needs no process. Raises ConfigError."""
+    words: list[str] = arguments.words
+    named = words[:1] if words and ("=" not in words[0] or Path(words[0]).exists()) else []
+    config = load_config(Path(named[0]) if named else None, words[len(named) :])
+    validate(config)
+    check_mirror(config)
+    return config, None if arguments.rollouts is None else _run_folder("--rollouts", arguments.rollouts)
+
+
+def _run_real_job(config: Config, folder: RunFolder, display: Display, stop: StopSignal, rollouts: Path | None) -> None:
+    """The job on Megatron, vLLM and Ray."""
+    display.phase("importing the runtime")
+    from nereus.runtime.run import run_job  # seconds, and much memory
+
+    run_job(config, folder, display, stop, rollouts)
+
+
+def carry_out(config: Config, rollouts: Path | None, run_job: RunJob) -> int:
+    """Run a job in a new run folder, print its summary and return the exit code.
+
+    What `run_job` raises is raised on, after the terminal is given back and the run folder told on stderr; a
+    ConfigError before the first event takes the folder away again.
+    """
+    folder = create_run_folder(config, Path(config.run.folder))
+    display = open_display(config.run.steps, sys.stdout)
+    try:
+        display.note(f"run folder {folder.path}")
+        with StopSignal() as stop:
+            run_job(config, folder, display, stop, rollouts)
+    except ConfigError:
+        discard_unused(folder)
+        raise
+    except (NereusError, KeyboardInterrupt):
+        display.close()
+        print(f"what was recorded is in {folder.path}", file=sys.stderr)
+        raise
+    finally:
+        display.close()
+    print(f"\n{render(summarise(folder.path))}", end="")
+    return STOPPED if stop.requested else DONE
+
+
+def _add_report(parser: ArgumentParser) -> None:
+    parser.add_argument("run", metavar="RUN", help="a run folder")
+
+
+def _report(arguments: Namespace) -> int:
+    print(render(summarise(_run_folder("RUN", arguments.run))), end="")
+    return DONE
+
+
+def _add_doctor(parser: ArgumentParser) -> None:
+    parser.set_defaults(folder=".")
+
+
+def _doctor(arguments: Namespace) -> int:
+    findings = examine(Path(arguments.folder).resolve())
+    print(findings_text(findings), end="")
+    return FAILED if any(finding.missing for finding in findings) else DONE
+
+
+def _run_folder(key: str, name: str) -> Path:
+    """The run folder `name`. Raises ConfigError with `key` where no run has written."""
+    folder = RunFolder(path=Path(name))
+    if not folder.is_run():
+        raise ConfigError(key, name, "expected a run folder (one with config.yaml and events.jsonl)")
+    return folder.path
+
+
+COMMANDS = {
+    "train": Command(help="run PPO; its layout changes live", add=_add_train, run=_train),
+    "report": Command(help="print the summary of a run", add=_add_report, run=_report),
+    "doctor": Command(help="say what this machine has and what a run would miss", add=_add_doctor, run=_doctor),
+}
+
+if __name__ == "__main__":
+    sys.exit(main())

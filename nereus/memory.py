@@ -1,0 +1,119 @@
+"""Peak memory of a plan on each slot, by component, from shapes alone; and the refusal of plans that do not fit.
+
+Formulas: weights, gradients and Adam state as Megatron keeps them (facts: costs, item 6, with this engine's types);
+activations by the tensors that a layer keeps for its backward pass in the local spec (no fusion, no recompute).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from nereus.config import Config
+from nereus.errors import InfeasiblePlan
+from nereus.layout import Plan, StagePlan, changed_plan, first_plan
+from nereus.model import DTYPE_BYTES, ModelSpec, models_of
+from nereus.storage import holding, megatron_params, owned_ranges, round_up, vocab_rows
+
+OVERHEAD_BYTES = 48 << 20
+"""Communicators, engine tables and first-use caches of a slot on the CPU: 30 to 45 MB measured (`nereus report`)."""
+LOGIT_COPIES = 6
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SlotPeak:
+    """The predicted peak of a slot: bytes by component, and the phase in which it is reached."""
+
+    slot: int
+    phase: str
+    components: Mapping[str, int]
+
+    @property
+    def total_bytes(self) -> int:
+        """The peak."""
+        return sum(self.components.values())
+
+
+def resident(spec: ModelSpec, stage: StagePlan, rank: int) -> dict[str, int]:
+    """Bytes that a Megatron stage keeps on a rank between phases: weights, grads, optimizer."""
+    at = stage.layout.coordinates(rank)
+    params = megatron_params(spec, stage.layout, at.tp, at.pp)
+    weights = sum(p.elements * DTYPE_BYTES[p.dtype] for p in params)
+    if stage.stage != "train":
+        return {"weights": weights}
+    owned = owned_ranges(params, stage.layout.dp, at.dp) if stage.layout.distributed_optimizer else {}
+    optimizer = 0
+    for param in params:
+        whole = (0, 0) if stage.layout.distributed_optimizer else (0, param.elements)
+        start, stop = owned.get(param.name, whole)
+        optimizer += (stop - start) * 4 * (2 if param.dtype == "float32" else 3)
+    return {"weights": weights, "grads": sum(p.elements for p in params) * 4, "optimizer": optimizer}
+
+
+def activation_bytes(spec: ModelSpec, stage: StagePlan, rank: int, width_tokens: int) -> int:
+    """Bytes kept for backward on a rank at its peak: micro-batches in flight x layers x tokens x what a layer keeps.
+
+    Per token and layer, over TP where cut: norms and residuals 6 h, qkv and their rotations 3 (q + 2 k), scores and
+    probabilities 3 heads S, attention output 2 q, MLP 4 f; the last rank adds the logits' copies.
+    """
+    c, layout = spec.config, stage.layout
+    at = layout.coordinates(rank)
+    queries, keys = c.heads * c.head_dim // layout.tp, 2 * c.kv_heads * c.head_dim // layout.tp
+    scores = 3 * c.heads // layout.tp * width_tokens
+    per_token = 6 * c.hidden + 3 * (queries + keys) + 2 * queries + scores + 4 * c.ffn // layout.tp
+    in_flight = layout.pp - at.pp
+    tokens = stage.micro_batch * width_tokens
+    kept = in_flight * len(layout.layers(at.pp)) * tokens * per_token * max(DTYPE_BYTES[c.dtype], 2)
+    if at.pp == layout.pp - 1 and spec.head == "language":
+        kept += LOGIT_COPIES * tokens * vocab_rows(c.vocab, layout.tp, at.tp)[2] * 4
+    return kept
+
+
+def plan_peaks(config: Config, plan: Plan) -> tuple[SlotPeak, ...]:
+    """The predicted peak of every slot under `plan`, over the phases of a step (not of a change of plan)."""
+    specs = models_of(config.model)
+    width = round_up(config.data.max_prompt_tokens + config.data.max_response_tokens, 8)
+    peaks: list[SlotPeak] = []
+    for slot in range(config.fleet.slots):
+        base: dict[str, int] = {"overhead": OVERHEAD_BYTES}
+        phases: dict[str, dict[str, int]] = {"update_weights": {"staging": config.transfer.bucket_bytes}}
+        for name, stage in plan.stages():
+            rank = stage.rank_of(slot)
+            if rank is None:
+                continue
+            if stage.stage == "generate":
+                held = sum(s.size_bytes for s in holding(specs[stage.model], stage)[slot])
+                base[f"{name}.weights"] = held * 2  # the engine packs a copy of some tensors
+                base[f"{name}.kv_cache"] = config.rollout.kv_cache_bytes
+                continue
+            spec = specs[stage.model]
+            for part, size in resident(spec, stage, rank).items():
+                base[f"{name}.{part}"] = size
+            if stage.stage == "train":
+                phases[f"update_{stage.model}"] = {"activations": activation_bytes(spec, stage, rank, width)}
+        worst = max(phases, key=lambda phase: sum(phases[phase].values()))
+        peaks.append(SlotPeak(slot=slot, phase=worst, components=base | phases[worst]))
+    return tuple(peaks)
+
+
+def check_memory(config: Config) -> None:
+    """InfeasiblePlan for the first plan of the run that a slot's budget cannot hold: names slot, phase and bytes."""
+    plan = first_plan(config)
+    _check_plan(config, "plan", plan)
+    for index, change in enumerate(config.changes):
+        plan = changed_plan(plan, change.plan, config)
+        _check_plan(config, f"changes[{index}].plan", plan)
+
+
+def _check_plan(config: Config, key: str, plan: Plan) -> None:
+    for peak in plan_peaks(config, plan):
+        if peak.total_bytes > config.fleet.slot_budget_bytes:
+            largest = sorted(peak.components.items(), key=lambda item: -item[1])[:4]
+            parts = ", ".join(f"{name} {size:,}" for name, size in largest)
+            raise InfeasiblePlan(
+                key,
+                str(plan),
+                f"slot {peak.slot} needs {peak.total_bytes:,} bytes in {peak.phase} ({parts}), its budget "
+                f"fleet.slot_budget_bytes is {config.fleet.slot_budget_bytes:,}; use more shards, a smaller micro_batch, "
+                "or a larger budget",
+            )

@@ -1,0 +1,1 @@
+"""The real world: Ray, slot processes, state movement, journal, metrics."""

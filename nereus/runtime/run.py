@@ -1,0 +1,77 @@
+"""One job from start to end: slots up, controller and world driven, everything written and ended whatever happens."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+
+from nereus.config import Config
+from nereus.controller import Controller
+from nereus.errors import ConfigError, NereusError
+from nereus.memory import check_memory
+from nereus.report.display import Display
+from nereus.runtime.journal import Journal, RunFolder
+from nereus.runtime.metrics import open_metrics
+from nereus.runtime.phases import task_of
+from nereus.runtime.pool import SlotPool
+from nereus.runtime.real import RealWorld, Stop
+from nereus.runtime.rollouts import recorded_steps
+from nereus.world import drive
+
+
+def check_job(config: Config, rollouts: Path | None) -> None:
+    """What can be judged before any process starts, beyond `nereus.validate`: memory, the task, recorded rollouts."""
+    check_memory(config)
+    data = config.data
+    task = task_of(data.task, data.task_options, config.run.seed, data.prompt_template, "train")
+    longest = max(len(task.prompt(i).token_ids) for i in range(min(200, config.run.steps * data.prompts_per_step)))
+    if longest > data.max_prompt_tokens:
+        raise ConfigError(
+            "data.max_prompt_tokens", data.max_prompt_tokens, f"prompts of {data.task} reach {longest} tokens; raise it"
+        )
+    if rollouts is not None:
+        missing = sorted(set(range(1, config.run.steps + 1)) - set(recorded_steps(RunFolder(path=rollouts).rollouts)))
+        if missing:
+            raise ConfigError(
+                "--rollouts", str(rollouts), f"a run that recorded steps 1 to {config.run.steps}; it lacks {missing[:5]}"
+            )
+
+
+def run_job(config: Config, folder: RunFolder, display: Display, stop: Stop, rollouts: Path | None) -> None:
+    """Trains to the end or to the first safe point after a stop. Raises NereusError; no process outlives it.
+
+    InfeasiblePlan and other ConfigErrors come before anything is written or started.
+    """
+    check_job(config, rollouts)
+    with ExitStack() as ending:
+        journal = Journal(folder.events)
+        ending.callback(journal.close)
+        journal.append("run_started", config=asdict(config), slots=config.fleet.slots)
+        try:
+            metrics = open_metrics(config, folder, display.note)
+            ending.callback(metrics.close)
+            pool = SlotPool(
+                config.fleet.slots,
+                folder.logs,
+                start_timeout_seconds=config.fleet.start_timeout_seconds,
+                phase_timeout_seconds=config.fleet.phase_timeout_seconds,
+                note=display.phase,
+            )
+            ending.callback(pool.close)
+            stop.hold()
+            world = RealWorld(
+                config=config,
+                folder=folder,
+                pool=pool,
+                journal=journal,
+                metrics=metrics,
+                display=display,
+                stop=stop,
+                recorded=None if rollouts is None else RunFolder(path=rollouts).rollouts,
+            )
+            drive(Controller(config), world)
+        except (NereusError, KeyboardInterrupt) as error:
+            reason = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+            journal.append("run_stopped", reason=reason, error=str(error), sync=True)
+            raise
