@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import hashlib
+import random
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -59,7 +60,7 @@ class Task:
         answer away.
         Errors: ConfigError naming data.task, data.task_options.* or data.prompt_template.
         """
-        self.name, self.template = name, template
+        self.name, self.seed, self.template = name, seed, template
         self.tokenizer = ByteTokenizer()
         self.chunk = functools.lru_cache(maxsize=8)(
             lambda number: open_dataset(name, options, dataset_seed(name, seed, stream, number))
@@ -84,6 +85,20 @@ class Task:
         if answer is None:
             raise ValueError(f"task {self.name} has no single answer for prompt {prompt_id}: it cannot warm up a model")
         return tuple(self.tokenizer.encode(str(answer), eos=True))
+
+    def demonstration(self, prompt_id: int, *, wrong_share: float = 0.0) -> tuple[int, ...]:
+        """The target as an imperfect teacher shows it: a function of (seed, prompt id, wrong_share) only.
+
+        Each byte of the answer is replaced, with probability `wrong_share`, by a byte of some other prompt's answer.
+        A model warmed up on these knows the task but samples unsurely, which leaves PPO something to find.
+        """
+        *answer, eos = self.target(prompt_id)
+        rng = random.Random(f"{self.name}/{self.seed}/{prompt_id}")
+        for position in range(len(answer)):
+            wrong, other = rng.random() < wrong_share, self.target(rng.randrange(CHUNK_PROMPTS))
+            if wrong and len(other) > 1:
+                answer[position] = rng.choice(other[:-1])
+        return (*answer, eos)
 
     def score(self, prompt_id: int, response_text: str) -> float:
         """reasoning-gym's own score of the response, usually in [0, 1]."""

@@ -41,7 +41,7 @@ class ChangeRecord:
         return sum(s for part, s in self.seconds.items() if part != "plan")
 
 
-class ChangeUndone(Exception):  # noqa: N818  # an outcome, not an error: the job goes on
+class ChangeUndone(Exception):  # an outcome, not an error: the job goes on
     """The change failed before its commit, and the plan before it is live again."""
 
 

@@ -157,6 +157,6 @@ def settle() -> None:
     """Gives memory that Python and the allocator keep for later back to the system, so that resident memory is real."""
     gc.collect()
     if os.uname().sysname == "Linux":
-        import ctypes  # noqa: PLC0415  # only here, only on Linux
+        import ctypes  # only here, only on Linux
 
         ctypes.CDLL(None).malloc_trim(0)

@@ -21,9 +21,9 @@ from nereus.rl.tasks import Task
 from nereus.rl.tokenizer import EOS_ID
 from nereus.rollout import Completion, Request, samples_of_step
 from nereus.runtime.job import Job, MoveReport, report
+from nereus.runtime.messages import PhaseResult
 from nereus.runtime.objective import Objective
 from nereus.runtime.rollouts import Rollouts, load, save
-from nereus.runtime.messages import PhaseResult
 from nereus.storage import emu_name
 
 WIDTH_MULTIPLE_TOKENS = 8

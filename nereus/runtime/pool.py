@@ -40,7 +40,7 @@ class SlotActor:
 
     def boot(self) -> int:
         """Imports the engines and makes the slot; returns its process number."""
-        from nereus.runtime.slot import Slot  # noqa: PLC0415  # half a minute of imports, wanted here
+        from nereus.runtime.slot import Slot  # half a minute of imports, wanted here
 
         self._slot = Slot(self._number)
         return os.getpid()

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from nereus.config import Config
 from nereus.errors import NereusError
@@ -173,7 +173,7 @@ class RealWorld:
         self._transitions += 1
         name = f"t{self._transitions}"
         before, after = str(self.job.plan), str(command.plan)
-        facts = {"transition": name, "step": command.step, "from": before, "to": after}
+        facts: dict[str, Any] = {"transition": name, "step": command.step, "from": before, "to": after}
         self.journal.append("transition_started", reason=command.reason, plan=plan_record(command.plan), **facts)
         record = ChangeRecord(transition=name, step=command.step)
         try:
@@ -185,7 +185,7 @@ class RealWorld:
             return
         self.changes.append(record)
         moved = record.moved
-        done: dict[str, object] = {
+        done: dict[str, Any] = {
             **facts,
             "state_version": record.state_version,
             "digests": record.digests,

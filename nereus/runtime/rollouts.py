@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -63,7 +62,7 @@ def save(rollouts: Rollouts, folder: Path) -> Path:
     try:
         with draft.open("wb") as file:
             np.savez_compressed(file, **arrays)
-        os.replace(draft, path)
+        draft.replace(path)
     except OSError as error:
         raise JournalError(f"rollouts of step {step} cannot be written to {path}: {error}") from error
     return path

@@ -34,7 +34,9 @@ def check_job(config: Config, rollouts: Path | None) -> None:
         missing = sorted(set(range(1, config.run.steps + 1)) - set(recorded_steps(RunFolder(path=rollouts).rollouts)))
         if missing:
             raise ConfigError(
-                "--rollouts", str(rollouts), f"a run that recorded steps 1 to {config.run.steps}; it lacks {missing[:5]}"
+                "--rollouts",
+                str(rollouts),
+                f"a run that recorded steps 1 to {config.run.steps}; it lacks {missing[:5]}",
             )
 
 

@@ -10,7 +10,7 @@ import hashlib
 import os
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -30,8 +30,8 @@ from nereus.rl.batch import Batch
 from nereus.rollout import Completion, Request
 from nereus.runtime import fabric, state
 from nereus.runtime.fabric import Program, Traffic
-from nereus.runtime.messages import PhaseResult, SlotMemory
 from nereus.runtime.ledger import ActivationMeter, Ledger, resident_bytes, settle
+from nereus.runtime.messages import PhaseResult, SlotMemory
 from nereus.runtime.objective import Objective
 from nereus.storage import MOMENTS, Shard, emu_name
 
@@ -65,6 +65,9 @@ class Slot:
         self._sync: tuple[Program, ...] = ()
         self._used: set[tuple[str, str]] = set()
         self.ledger = Ledger(slot=self.number, budget_bytes=config.fleet.slot_budget_bytes)
+        settle()
+        # what an earlier job left in this process: the allocator's and the libraries' own tables
+        self.ledger.hold("overhead.process", max(resident_bytes() - self._baseline_bytes, 0))
 
     def port(self) -> int:
         """A port that is free on this slot's host, for a new world whose rank 0 is here."""
@@ -250,7 +253,7 @@ class Slot:
         """Collective over the stage: one optimizer step on this slot's share of a mini-batch."""
         engine = self.live[emu]
         meter = ActivationMeter(engine.module.parameters())
-        phase = f"update_{emu.split('.')[0]}"
+        phase = f"update_{emu.split('.', maxsplit=1)[0]}"
         with self._first_use(emu, phase), self.ledger.in_phase(phase):
             rng = self._seed(emu)
             with meter.counting():
@@ -299,7 +302,7 @@ class Slot:
         """Keeps this slot's part of the weight sync, a program per layer."""
         self._sync = programs
 
-    def sync(self, emu: str, poison: bool = False) -> Traffic:  # noqa: FBT001, FBT002  # Ray passes it by place
+    def sync(self, emu: str, poison: bool = False) -> Traffic:  # Ray passes it by place
         """Collective over the world: moves weights from training to generation, a layer at a time.
 
         Receiving slots offer each layer to vLLM while the next one travels; slots without an engine only send.
@@ -334,7 +337,7 @@ class Slot:
                 yield shard.tensor, spec.tensor(shard.tensor).shape, shard.box.start, data
         for tensor in spec.tensors:  # a rank without rows of the vocabulary offers an empty box
             if self.generation is not None and tensor.name not in given:
-                yield tensor.name, tensor.shape, tensor.shape[:1] + (0,), torch.empty(0, tensor.shape[-1])
+                yield tensor.name, tensor.shape, (*tensor.shape[:1], 0), torch.empty(0, tensor.shape[-1])
 
     def generate(self, requests: list[Request]) -> list[Completion]:
         """Collective over the slots of one engine, which are given the same requests; others return nothing."""
@@ -362,6 +365,10 @@ class Slot:
     def census(self) -> Census:
         """Groups, descriptors and threads of this process."""
         return census()
+
+    def apply(self, function: Callable[..., object], *arguments: object) -> object:
+        """Calls `function(slot, *arguments)` here: what tests and tools want to know of a live slot."""
+        return function(self, *arguments)
 
     def pid(self) -> int:
         """The process's number."""

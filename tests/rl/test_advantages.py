@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -152,7 +153,7 @@ def test_reinforce_plus_plus_whitens_discounted_returns() -> None:
 def test_order_of_rows_does_not_matter(order: list[int]) -> None:
     rewards, values, mask = random_case(9, rows=6)
     groups = torch.tensor([0, 0, 1, 1, 1, 2])
-    for name in ("gae", "grpo", "rloo", "reinforce++"):
+    for name in get_args(adv.AdvEstimator):
         chosen = adv.AdvantageSettings(adv_estimator=name, gamma=0.9, lam=0.9)
         plain = adv.estimate(chosen, rewards, mask, values=values, groups=groups)
         mixed = adv.estimate(chosen, rewards[order], mask[order], values=values[order], groups=groups[order])
@@ -173,7 +174,9 @@ EDGE_MASKS = {
 @pytest.mark.parametrize("mask", EDGE_MASKS.values(), ids=EDGE_MASKS.keys())
 @pytest.mark.parametrize("groups", [[0, 0], [0, 1]])
 @pytest.mark.parametrize("scores", [[1.0, 1.0], [0.0, 0.0], [1.0, 0.0]])
-def test_edge_cases_are_finite(name: str, mask: list[list[float]], groups: list[int], scores: list[float]) -> None:
+def test_edge_cases_are_finite(
+    name: adv.AdvEstimator, mask: list[list[float]], groups: list[int], scores: list[float]
+) -> None:
     kept = torch.tensor(mask)
     rewards = adv.token_rewards(torch.tensor(scores), kept)
     for result in adv.estimate(

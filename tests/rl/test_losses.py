@@ -35,6 +35,22 @@ def random_rows(seed: int, rows: int, width: int = 6) -> dict[str, Tensor]:
     return tensors | {"mask": torch.tensor(mask), "weights": torch.tensor(rng.random((rows, width)) * 2)}
 
 
+def policy(
+    rows: dict[str, Tensor], chosen: PolicySettings, denominators: Denominators
+) -> tuple[Tensor, losses.Metrics]:
+    """The policy loss of these rows with every optional term given."""
+    logp, entropy, old_logp, advantages, mask, reference_logp, weights = (
+        rows[key] for key in ("logp", "entropy", "old_logp", "advantages", "mask", "reference_logp", "weights")
+    )
+    given = {"reference_logp": reference_logp, "rollout_weights": weights}
+    return losses.policy_loss(logp, entropy, old_logp, advantages, mask, chosen, denominators, **given)
+
+
+def value(rows: dict[str, Tensor], chosen: ValueSettings, denominators: Denominators) -> tuple[Tensor, losses.Metrics]:
+    values, old_values, returns, mask = (rows[key] for key in ("values", "old_values", "returns", "mask"))
+    return losses.value_loss(values, old_values, returns, mask, chosen, denominators)
+
+
 def aggregate_by_definition(token: np.ndarray, mask: np.ndarray, mode: str) -> float:
     rows = [token[i][mask[i] > 0] for i in range(len(mask)) if mask[i].sum() > 0]
     every = np.concatenate(rows) if rows else np.zeros(1)
@@ -72,14 +88,7 @@ def test_policy_loss_by_definition(mode: losses.LossAggMode, dual: float) -> Non
             loss_agg_mode=mode,
         )
         denominators = Denominators.of(rows["mask"], horizon_tokens=HORIZON)
-        keys = ("logp", "entropy", "old_logp", "advantages", "mask")
-        loss, metrics = losses.policy_loss(
-            *(rows[key] for key in keys),
-            chosen,
-            denominators,
-            reference_logp=rows["reference_logp"],
-            rollout_weights=rows["weights"],
-        )
+        loss, metrics = policy(rows, chosen, denominators)
         log_ratio = (rows["logp"] - rows["old_logp"]).numpy()
         clipped = np.vectorize(lambda x, a: policy_token_loss(x, a, 0.2, 0.28, dual))(
             log_ratio, rows["advantages"].numpy()
@@ -111,8 +120,9 @@ def test_gradient_at_the_old_policy_is_the_policy_gradient() -> None:
     rows = random_rows(1, 5)
     logp = rows["old_logp"].clone().requires_grad_()
     denominators = Denominators.of(rows["mask"])
-    arguments = (rows["old_logp"], rows["advantages"], rows["mask"], PolicySettings(), denominators)
-    loss, metrics = losses.policy_loss(logp, None, *arguments)
+    loss, metrics = losses.policy_loss(
+        logp, None, rows["old_logp"], rows["advantages"], rows["mask"], PolicySettings(), denominators
+    )
     loss.backward()
     assert logp.grad is not None
     torch.testing.assert_close(logp.grad, -rows["advantages"] * rows["mask"] / denominators.tokens)
@@ -126,13 +136,12 @@ def test_value_loss_by_definition(mode: losses.LossAggMode, clip: float) -> None
         rows = random_rows(seed, 6)
         chosen = ValueSettings(value_clip=clip, loss_agg_mode=mode)
         denominators = Denominators.of(rows["mask"], horizon_tokens=HORIZON)
-        keys = ("values", "old_values", "returns", "mask")
-        loss, metrics = losses.value_loss(*(rows[key] for key in keys), chosen, denominators)
-        value, old, target, mask = (rows[key].numpy() for key in keys)
-        bounded = np.clip(value, old - clip, old + clip) if clip else value
-        token = np.maximum((value - target) ** 2, (bounded - target) ** 2)
+        loss, metrics = value(rows, chosen, denominators)
+        predicted, old, target, mask = (rows[key].numpy() for key in ("values", "old_values", "returns", "mask"))
+        bounded = np.clip(predicted, old - clip, old + clip) if clip else predicted
+        token = np.maximum((predicted - target) ** 2, (bounded - target) ** 2)
         assert float(loss) == pytest.approx(0.5 * aggregate_by_definition(token, mask, mode), abs=1e-12)
-        larger = ((bounded - target) ** 2 > (value - target) ** 2).astype(float)
+        larger = ((bounded - target) ** 2 > (predicted - target) ** 2).astype(float)
         assert float(metrics["critic/vf_clipfrac"]) == pytest.approx(
             aggregate_by_definition(larger, mask, "token-mean"), abs=1e-12
         )
@@ -142,20 +151,11 @@ Call = Callable[[dict[str, Tensor], Denominators], tuple[Tensor, losses.Metrics]
 
 
 def all_losses(mode: losses.LossAggMode) -> list[Call]:
-    policy = PolicySettings(entropy_coef=0.01, kl_loss_coef=0.1, kl_loss_estimator="k3+", loss_agg_mode=mode)
-    value = ValueSettings(loss_agg_mode=mode)
+    chosen = PolicySettings(entropy_coef=0.01, kl_loss_coef=0.1, kl_loss_estimator="k3+", loss_agg_mode=mode)
     return [
-        lambda rows, global_: losses.policy_loss(
-            *(rows[key] for key in ("logp", "entropy", "old_logp", "advantages", "mask")),
-            policy,
-            global_,
-            reference_logp=rows["reference_logp"],
-            rollout_weights=rows["weights"],
-        ),
-        lambda rows, global_: losses.value_loss(
-            *(rows[key] for key in ("values", "old_values", "returns", "mask")), value, global_
-        ),
-        lambda rows, global_: losses.sft_loss(rows["logp"], rows["mask"], global_),
+        lambda rows, denominators: policy(rows, chosen, denominators),
+        lambda rows, denominators: value(rows, ValueSettings(loss_agg_mode=mode), denominators),
+        lambda rows, denominators: losses.sft_loss(rows["logp"], rows["mask"], denominators),
     ]
 
 

@@ -67,6 +67,16 @@ def test_oracle_scores_1_and_silence_0(name: str, options: dict[str, object], te
         assert task.score_tokens(prompt_id, [EOS_ID]) == 0.0
 
 
+def test_demonstrations_are_wrong_as_often_as_asked() -> None:
+    one, other = backward(), backward()
+    assert [one.demonstration(i) for i in range(20)] == [one.target(i) for i in range(20)]
+    shown = [one.demonstration(i, wrong_share=0.5) for i in range(400)]
+    assert shown == [other.demonstration(i, wrong_share=0.5) for i in range(400)]
+    assert all(len(tokens) == len(one.target(i)) and tokens[-1] == EOS_ID for i, tokens in enumerate(shown))
+    mean = sum(one.score_tokens(i, tokens) for i, tokens in enumerate(shown)) / len(shown)
+    assert 0.48 < mean < 0.60, "half stays, and of the other half a byte in about 15 is right by chance"
+
+
 def test_reward_needs_the_prompt() -> None:
     """Perfect answers to other prompts score the base rate."""
     task = backward()

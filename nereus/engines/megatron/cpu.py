@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -44,7 +45,7 @@ class _TorchOnCpu(ModuleType):
         return factory
 
 
-def _type_as_if_on_gpu(self: torch.Tensor, *args: object, **kwargs: object) -> object:
+def _type_as_if_on_gpu(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     found = _TENSOR_TYPE(self, *args, **kwargs)
     return _TYPE_NAMES.get(found, found) if isinstance(found, str) else found
 

@@ -6,6 +6,7 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
@@ -123,7 +124,8 @@ def _pipeline_layout(stage: StagePlan) -> list[list[str]] | None:
 
 def _mark_tensor_parallel(model: GPTModel) -> None:
     """Marks cut weights as cut: without their own initialisation Megatron leaves that out, takes them for duplicates
-    and computes too small a gradient norm, silently (facts: engines, 8.1)."""
+    and computes too small a gradient norm, silently (facts: engines, 8.1).
+    """
     for module in model.modules():
         weight = getattr(module, "weight", None)
         if weight is None:
@@ -149,11 +151,12 @@ class TrainEngine:
         self.params: tuple[Param, ...] = megatron_params(spec, stage.layout, self.at.tp, self.at.pp)
         self.groups = ModelGroups(world, world.sub(stage.slots), stage.layout)
         self.first_stage, self.last_stage = self.at.pp == 0, self.at.pp == stage.layout.pp - 1
-        self.optimizer = None
+        self.optimizer: Any = None
+        self._inner: Any = None
         with self.groups.inside():
             self.config = _transformer_config(spec, stage)
-            self.module = self._build_module()
-            self.model = self.module if adam is None else self._build_training(adam)
+            self.module: Any = self._build_module()
+            self.model: Any = self.module if adam is None else self._build_training(adam)
         self._tensors = dict(self.module.named_parameters())
         self._check_params()
 
@@ -171,7 +174,7 @@ class TrainEngine:
             rotary_base=int(c.rope_theta),
         )
         if self.last_stage and self.spec.head == "value":
-            module.output_layer = ValueHead(c.hidden, DTYPES[c.dtype])
+            module.output_layer = ValueHead(c.hidden, DTYPES[c.dtype])  # pyright: ignore[reportAttributeAccessIssue]
         if torch.cuda.is_available():
             module.cuda()
         _mark_tensor_parallel(module)
@@ -204,7 +207,7 @@ class TrainEngine:
             params_dtype=self.config.params_dtype,
             use_distributed_optimizer=sharded,
         )
-        chained = get_megatron_optimizer(optimizer_config, [model], use_gloo_process_groups=False)
+        chained: Any = get_megatron_optimizer(optimizer_config, [model], use_gloo_process_groups=False)
         self.optimizer = chained
         self._inner = chained.chained_optimizers[0] if hasattr(chained, "chained_optimizers") else chained
         for group in self._inner.optimizer.param_groups:
@@ -300,7 +303,7 @@ class TrainEngine:
             "optimizer": 0,
         }
         if self.optimizer is not None:
-            buffers = self.model.buffers  # type: ignore[union-attr]
+            buffers = self.model.buffers
             held["grads"] = sum(b.grad_data.numel() * b.grad_data.element_size() for b in buffers)
             for param in self.params:
                 parameter = self._tensors[param.name]
@@ -314,7 +317,7 @@ class TrainEngine:
 
     def close(self) -> None:
         """Drops the model and destroys its groups. Local."""
-        self.model = self.module = self.optimizer = self._inner = None  # type: ignore[assignment]
+        self.model = self.module = self.optimizer = self._inner = None
         self._tensors = {}
         gc.collect()
         self.groups.close()

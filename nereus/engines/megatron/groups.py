@@ -34,7 +34,7 @@ _BLANK = {key: copy.copy(value) for key, value in _globals().items()}
 
 
 def _put(values: dict[str, object]) -> None:
-    vars(parallel_state).update({key: copy.copy(v) if isinstance(v, dict) else v for key, v in values.items()})
+    parallel_state.__dict__.update({key: copy.copy(v) if isinstance(v, dict) else v for key, v in values.items()})
 
 
 class ModelGroups:
@@ -61,12 +61,12 @@ class ModelGroups:
         """While inside, Megatron sees this model's groups."""
         before = _globals()
         with self._world.inside(self._part):
-            vars(parallel_state).update(self._kept)
+            parallel_state.__dict__.update(self._kept)
             try:
                 yield
             finally:
                 self._kept = _globals()
-                vars(parallel_state).update(before)
+                parallel_state.__dict__.update(before)
 
     def tensor_group(self) -> ProcessGroup:
         """The TP group that this slot is in."""

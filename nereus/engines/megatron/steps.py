@@ -45,7 +45,7 @@ def _schedule(
         positions = torch.arange(part.width_tokens, device=part.tokens.device).expand_as(part.tokens)
         raw = model(part.tokens, positions, None)
 
-        def collect(output: Tensor, non_loss_data: bool = False):  # noqa: ANN202, FBT001, FBT002
+        def collect(output: Tensor, non_loss_data: bool = False):  # noqa: ANN202
             outputs = _outputs(engine, output, part, temperature)
             if non_loss_data or loss is None:
                 return outputs

@@ -1,0 +1,158 @@
+"""A job on the shared slots, small enough to be changed many times in a test."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nereus.cli.folder import create_run_folder
+from nereus.config import (
+    AlgorithmConfig,
+    ChangeConfig,
+    Config,
+    DataConfig,
+    LoggerConfig,
+    ModelConfig,
+    PlanChange,
+    PlanConfig,
+    RunConfig,
+    StageConfig,
+    WarmupConfig,
+)
+from nereus.controller import Controller
+from nereus.layout import changed_plan, first_plan
+from nereus.report.display import QuietDisplay
+from nereus.runtime.changes import ChangeRecord, change_plan, first_state, start_generation
+from nereus.runtime.job import Job
+from nereus.runtime.journal import Journal, RunFolder
+from nereus.runtime.metrics import open_metrics
+from nereus.runtime.phases import Phases, task_of
+from nereus.runtime.pool import SlotPool
+from nereus.runtime.real import RealWorld, export_model, other_states
+from nereus.validate import validate
+from nereus.world import drive
+
+S = StageConfig
+FIRST = PlanConfig(
+    actor_train=S(tp=2, pp=2, micro_batch=4),
+    actor_generate=S(tp=2, dp=2),
+    critic_train=S(pp=2, dp=2, micro_batch=4),
+    reference_infer=S(dp=4),
+)
+
+
+def config(**changes: Any) -> Config:
+    """A small PPO job; keyword arguments replace whole sections."""
+    base = Config(
+        run=RunConfig(name="live", seed=3, steps=2),
+        data=DataConfig(
+            task="spell_backward",
+            task_options={"min_word_len": 3, "max_word_len": 4},
+            prompt_template="{word}>",
+            prompts_per_step=8,
+            samples_per_prompt=2,
+            max_prompt_tokens=16,
+            max_response_tokens=8,
+        ),
+        algorithm=AlgorithmConfig(mini_batches=2, actor_lr=2e-4, critic_lr=2e-4, kl_coef=0.01),
+        # a larger initial deviation than the default, so that attention takes part from the first step on: gradients
+        # of q and k that nearly cancel have large relative rounding errors
+        model=ModelConfig(init_std=0.08),
+        warmup=WarmupConfig(steps=12, samples=32, lr=3e-3),
+        plan=FIRST,
+        logger=LoggerConfig(wandb="off"),
+    )
+    made = replace(base, **changes)
+    validate(made)
+    return made
+
+
+class NeverStop:
+    """A user who lets the run go on."""
+
+    requested = False
+
+    def hold(self) -> None:
+        """Nothing to hold."""
+
+
+def run_job(pool: SlotPool, job_config: Config, folder: Path, recorded: Path | None = None) -> RealWorld:
+    """A whole run through controller and world on the shared slots; returns the world with its records."""
+    made = create_run_folder(job_config, folder)
+    world = RealWorld(
+        config=job_config,
+        folder=made,
+        pool=pool,
+        journal=Journal(made.events),
+        metrics=open_metrics(job_config, made, lambda _: None),
+        display=QuietDisplay(),
+        stop=NeverStop(),
+        recorded=recorded,
+    )
+    drive(Controller(job_config), world)
+    world.metrics.close()
+    world.journal.close()
+    return world
+
+
+class Scene:
+    """A job that a test steps and changes by hand."""
+
+    def __init__(self, pool: SlotPool, job_config: Config, folder: Path, *, generation: bool = True) -> None:
+        self.config, self.pool = job_config, pool
+        self.folder: RunFolder = create_run_folder(job_config, folder)
+        export_model(job_config, self.folder.model)
+        pool.call_all("configure", job_config, str(self.folder.model))
+        self.job = Job(config=job_config, pool=pool, plan=first_plan(job_config))
+        data = job_config.data
+        task = task_of(data.task, data.task_options, job_config.run.seed, data.prompt_template, "train")
+        self.phases = Phases(job=self.job, task=task, folder=self.folder.rollouts)
+        self.journal = Journal(self.folder.events)
+        self.steps = 0
+        first_state(self.job)
+        other_states(self.job)
+        if generation:
+            start_generation(self.job)
+            self.job.plan_sync()
+
+    def step(self):  # noqa: ANN201
+        """One PPO step."""
+        self.steps += 1
+        return self.phases.run(self.steps)
+
+    def change(self, **stages: StageConfig) -> ChangeRecord:
+        """A live change of the named stages."""
+        record = ChangeRecord(transition=f"t{self.job.state_version + 1}", step=self.steps + 1)
+        change_plan(self.job, changed_plan(self.job.plan, PlanChange(**stages), self.config), record, self.journal)
+        return record
+
+    def tensors(self, emu: str) -> dict[tuple[str, str], torch.Tensor]:
+        """The whole state of an EMU, put together from all slots: {(component, tensor): full tensor}."""
+        return assemble(self.job.specs[emu.split(".")[0]], self.pool.call_all("fetch", emu))
+
+
+def assemble(spec: Any, by_slot: Mapping[int, Mapping[Any, torch.Tensor]]) -> dict[tuple[str, str], torch.Tensor]:
+    """Full tensors from shards; replicas must be equal bit by bit."""
+    full: dict[tuple[str, str], torch.Tensor] = {}
+    seen: dict[tuple[str, str], torch.Tensor] = {}
+    for shards in by_slot.values():
+        for shard, data in shards.items():
+            key = shard.component, shard.tensor
+            shape = spec.tensor(shard.tensor).shape
+            target = full.setdefault(key, torch.full(shape, torch.nan, dtype=data.dtype))
+            written = seen.setdefault(key, torch.zeros(shape, dtype=torch.bool))
+            place = shard.box.slices((0,) * len(shape))
+            again = written[place]
+            assert torch.equal(target[place][again], data[again]), f"replicas of {key} differ"
+            target[place], written[place] = data, True
+    assert all(bool(w.all()) for w in seen.values()), "state has gaps"
+    return full
+
+
+def changes(*listed: tuple[int, dict[str, StageConfig]]) -> tuple[ChangeConfig, ...]:
+    """Scripted changes from (step, {stage: StageConfig})."""
+    return tuple(ChangeConfig(step=step, plan=PlanChange(**stages)) for step, stages in listed)

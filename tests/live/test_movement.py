@@ -1,0 +1,186 @@
+"""What travels is what was planned, and what arrives is what was sent: changes, weight syncs, and vLLM's answers."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+import torch
+
+import nereus.runtime.fabric
+from nereus.config import Config, ModelConfig, RunConfig, TransferConfig
+from nereus.errors import DigestMismatch, TransferFailed
+from nereus.rl.batch import build
+from nereus.rl.correction import mismatch
+from nereus.rollout import Request
+from nereus.runtime.changes import ChangeUndone
+from nereus.runtime.journal import read_journal
+from nereus.runtime.pool import SlotPool
+from nereus.slices import movement
+from nereus.transition import build as build_transition
+from tests.live.scene import S, Scene, config
+
+LAYOUTS = (  # (actor training layout, generation layout) of a tour through all that the quickstart uses, and more
+    (S(pp=2, dp=2, micro_batch=4), S(tp=2, dp=2)),
+    (S(dp=4, micro_batch=4), S(dp=4)),
+    (S(dp=3, micro_batch=4), S(dp=3)),
+    (S(tp=4, micro_batch=4), S(tp=4)),
+    (S(tp=2, pp=2, pipeline=(1, 3), micro_batch=4), S(tp=2, slots=(2, 3))),
+)
+
+
+def parity(scene: Scene, *, poison: bool = False) -> float:
+    """Syncs, samples 12 requests, and compares vLLM's log-probabilities with the trainer's on the same tokens."""
+    report = scene.phases.sync(poison=poison)
+    planned = scene.job.sync.whole
+    for slot in scene.pool.numbers:
+        assert report.sent_bytes[slot] == planned.sent_bytes(slot)
+        assert report.received_bytes[slot] == planned.received_bytes(slot)
+    layer = max(sum(s.size_bytes for s in movement_target(part)) for part in scene.job.sync.layers)
+    assert report.staged_bytes <= scene.config.transfer.bucket_bytes + layer
+    requests = [
+        Request(
+            request_id=str(i),
+            prompt_tokens=scene.phases.task.prompt(i % 4).token_ids,  # prompts repeat: the prefix cache takes part
+            seed=i + 1,
+            temperature=1.0,
+            max_response_tokens=8,
+            stop_token=258,
+        )
+        for i in range(12)
+    ]
+    done = scene.phases.sample(requests)
+    batch = build([r.prompt_tokens for r in requests], [c.tokens for c in done])
+    logp = scene.phases.infer(scene.job.plan.actor_train, batch, "old_log_prob")["logp"]
+    gap = mismatch(logp, batch.align([c.logprobs for c in done]), batch.mask)
+    assert gap.tokens > 12
+    assert gap.mean_exp_abs < 1.001
+    return gap.max_abs_nats
+
+
+def movement_target(part):  # noqa: ANN001, ANN201
+    return {s.wanted for s in (*part.kept, *(x for b in part.buckets for x in b.slices))}
+
+
+def test_bytes_and_parity_over_layouts(pool: SlotPool, tmp_path: Path) -> None:
+    """Every layout: counted bytes are planned bytes, digests stand, log-probabilities agree after two syncs in a row."""
+    scene = Scene(pool, config(), tmp_path)
+    assert parity(scene, poison=True) < 1e-3  # what is not the slot's own is NaN: nothing of it is read
+    for train, generate in LAYOUTS:
+        scene.step()  # other weights: a stale engine or prefix cache would show
+        before = build_transition(
+            scene.job.specs,
+            scene.job.plan,
+            scene.job.plan,
+            scene.config.transfer.bucket_bytes,
+        )
+        assert before.moved.moved_bytes == 0
+        record = scene.change(actor_train=train, actor_generate=generate)
+        assert record.moved is not None
+        assert record.moved.counted_bytes == record.moved.planned_bytes > 0
+        assert record.moved.staged_bytes <= scene.config.transfer.bucket_bytes
+        assert parity(scene) < 1e-3
+        scene.phases.warm_up(1)
+        assert parity(scene) < 1e-3
+        print(scene.job.plan, {k: round(v, 3) for k, v in record.seconds.items()}, round(record.pause_seconds, 2))
+
+
+def test_small_buckets_bound_the_staging(pool: SlotPool, tmp_path: Path) -> None:
+    """With buckets far smaller than a tensor the same state arrives, in more rounds."""
+    scene = Scene(pool, config(transfer=TransferConfig(bucket_bytes=32 << 10)), tmp_path, generation=False)
+    before = scene.tensors("actor.train")
+    record = scene.change(actor_train=S(dp=4, micro_batch=4))
+    assert record.moved is not None
+    assert record.moved.staged_bytes <= 32 << 10
+    after = scene.tensors("actor.train")
+    assert all(torch.equal(after[key], before[key]) for key in before)
+
+
+@pytest.mark.parametrize("sharded", [True, False], ids=["distributed", "plain"])
+def test_bf16_weights_masters_and_moments_survive_bit_by_bit(
+    pool: SlotPool, tmp_path: Path, sharded: bool  # noqa: FBT001
+) -> None:
+    """A bfloat16 model with float32 masters: three hops of training state without a changed bit."""
+    job: Config = config(model=ModelConfig(dtype="bfloat16", init_std=0.08), run=RunConfig(name="bf16", seed=5, steps=2))
+    scene = Scene(pool, job, tmp_path, generation=False)
+    scene.phases.warm_up(1)
+    for layout in (
+        S(pp=2, dp=2, distributed_optimizer=sharded),
+        S(dp=3, distributed_optimizer=sharded),
+        S(tp=4, distributed_optimizer=not sharded),
+    ):
+        before = scene.tensors("actor.train")
+        assert {component for component, _ in before} == {"weight", "master", "exp_avg", "exp_avg_sq"}
+        scene.change(actor_train=layout)
+        after = scene.tensors("actor.train")
+        assert before.keys() == after.keys()
+        for key in before:
+            assert torch.equal(before[key], after[key]), key
+        for name in {n for c, n in after if c == "master"}:
+            assert torch.equal(after["master", name].bfloat16(), after["weight", name])
+        scene.phases.warm_up(2)
+
+
+def test_a_corrupted_movement_is_undone(pool: SlotPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """State that arrives changed is found before the commit, and the plan before it goes on with the same state."""
+    scene = Scene(pool, config(), tmp_path)
+    scene.step()
+    before, plan = scene.tensors("actor.train"), scene.job.plan
+    honest = scene.job.digests
+
+    def one_bit_off(emus: tuple[str, ...], label: str):  # noqa: ANN202
+        found = honest(emus, label)
+        if label == "next":
+            found["actor.train weight"]["lm_head.weight"] = "0" * 16
+        return found
+
+    scene.job.digests = one_bit_off  # the mover is honest here, so the lie is told about its result
+    with pytest.raises(ChangeUndone, match="lm_head"):
+        scene.change(actor_train=S(dp=4), actor_generate=S(dp=4))
+    scene.job.digests = honest
+    assert scene.job.plan == plan
+    assert scene.job.state_version == 0
+    after = scene.tensors("actor.train")
+    assert all(torch.equal(after[key], before[key]) for key in before)
+    assert not [e for e in read_journal(scene.folder.events) if e["kind"] == "commit"]
+    scene.step()
+    assert parity(scene) < 1e-3
+
+
+def test_a_flipped_bit_changes_the_digest(pool: SlotPool, tmp_path: Path) -> None:
+    """Digests of the live state add up over any layout, and replicas that differ are named."""
+    scene = Scene(pool, config(), tmp_path, generation=False)
+    one = scene.job.digests(("actor.train",), "")
+    scene.change(actor_train=S(dp=4, micro_batch=4))
+    assert scene.job.digests(("actor.train",), "") == one
+    shards = pool.call_all("digests", ("actor.train",), "")
+    first = next(iter(shards[0]))
+    shards[0] = {**shards[0], first: shards[0][first] ^ 1}
+    from nereus.runtime.job import combined  # noqa: PLC0415
+
+    with pytest.raises(DigestMismatch, match="differs between slots"):
+        combined(scene.job.specs, shards)
+
+
+def test_bytes_beside_the_plan_are_refused(pool: SlotPool, tmp_path: Path) -> None:
+    """A wire that carried other bytes than planned is an error that names the slot."""
+    from nereus.runtime.job import report  # noqa: PLC0415
+
+    scene = Scene(pool, config(), tmp_path, generation=False)
+    traffic = pool.call_all("sync", "actor.train")  # no sync is planned: nothing is sent
+    planned = scene.job.plan_sync().whole
+    with pytest.raises(TransferFailed, match="slot"):
+        report(planned, traffic)
+    assert movement((), 1024).moved_bytes == 0
+
+
+def test_the_mover_uses_no_collectives() -> None:
+    """The fabric names isend and irecv of torch.distributed and nothing else that communicates."""
+    tree = ast.parse(Path(nereus.runtime.fabric.__file__).read_text())
+    used = {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "dist"
+    }
+    assert used == {"isend", "irecv", "Work"}
