@@ -85,11 +85,17 @@ class AlgorithmConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WarmupConfig:
-    """Supervised warm-up of the actor before PPO, so that rewards are not all zero."""
+    """Supervised warm-up of the actor before PPO, so that rewards are not all zero.
+
+    `wrong_share` of the answers' bytes are wrong on purpose: the model starts unsure, and PPO has something to sharpen.
+    `lr` is reached in a straight line over the first `ramp_steps` steps.
+    """
 
     steps: int = 100
     samples: int = 64
-    lr: float = 3e-3
+    lr: float = 2e-3
+    ramp_steps: int = 5
+    wrong_share: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

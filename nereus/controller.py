@@ -41,6 +41,7 @@ class Controller:
         self._changes = {change.step: change.plan for change in config.changes}
         self.state: State = "starting"
         self.plan: Plan = first_plan(config)
+        self._wanted: Plan | None = None
         self.step = 0
         self.stopping = False
 
@@ -61,16 +62,22 @@ class Controller:
                 self.step += 1
                 return self._next()
             case TransitionDone():
-                self._expect(event, "changing")
+                self._expect_change(event)
                 self.plan = event.plan
                 return self._next()
             case TransitionFailed():
-                self._expect(event, "changing")
+                self._expect_change(event)
                 return self._next()
 
     def _expect(self, event: Event, state: State) -> None:
         if self.state != state:
             raise InvalidEvent(f"{event} came in state {self.state}, it belongs to {state}")
+
+    def _expect_change(self, event: TransitionDone | TransitionFailed) -> None:
+        self._expect(event, "changing")
+        if event.plan != self._wanted:
+            raise InvalidEvent(f"{type(event).__name__} speaks of plan {event.plan.plan_id}, which was not commanded")
+        self._wanted = None
 
     def _next(self) -> tuple[Command, ...]:
         if self.stopping or self.step > self._config.run.steps:
@@ -80,7 +87,7 @@ class Controller:
         if change is not None:
             plan = changed_plan(self.plan, change, self._config)
             if plan != self.plan:
-                self.state = "changing"
+                self.state, self._wanted = "changing", plan
                 return (ChangePlan(step=self.step, plan=plan, reason=f"scripted before step {self.step}"),)
         self.state = "running"
         return (RunStep(step=self.step),)

@@ -104,7 +104,8 @@ class Plan:
 
     def __str__(self) -> str:
         train, generate, critic = self.actor_train.layout, self.actor_generate.layout, self.critic_train.layout
-        return f"train {train} · critic {critic} · gen {generate.dp}xTP{generate.tp}"
+        reference = self.reference_infer.layout
+        return f"train {train} · critic {critic} · ref {reference} · gen {generate.dp}xTP{generate.tp}"
 
 
 def equal_shares(samples: int, replicas: int) -> tuple[int, ...]:
@@ -114,11 +115,18 @@ def equal_shares(samples: int, replicas: int) -> tuple[int, ...]:
 
 
 def batch_shares(stage: StagePlan, samples: int) -> tuple[int, ...]:
-    """Shares of `samples` in the proportion of the plan's shares (exact multiples stay exact)."""
+    """`samples` in the proportion of the plan's shares: largest remainders get what whole numbers leave over.
+
+    Shares (6, 2) of 12 samples are (9, 3); with all shares 0 the parts are equal.
+    """
     total = sum(stage.shares)
-    if total and samples % total == 0:
-        return tuple(share * (samples // total) for share in stage.shares)
-    return equal_shares(samples, stage.layout.dp)
+    if not total:
+        return equal_shares(samples, stage.layout.dp)
+    parts = [share * samples // total for share in stage.shares]
+    by_remainder = sorted(range(len(parts)), key=lambda i: (-(stage.shares[i] * samples % total), i))
+    for index in by_remainder[: samples - sum(parts)]:
+        parts[index] += 1
+    return tuple(parts)
 
 
 def even_pipeline(layers: int, pp: int) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ from nereus.model import DTYPE_BYTES, ModelSpec, models_of
 from nereus.storage import holding, megatron_params, owned_ranges, round_up, vocab_rows
 
 OVERHEAD_BYTES = 48 << 20
-"""Communicators, engine tables and first-use caches of a slot on the CPU: 30 to 45 MB measured (`nereus report`)."""
+"""Communicators, engine tables and first-use caches of a slot on the CPU: 30 to 45 MB measured in the quickstart's ledgers."""
 LOGIT_COPIES = 6
 
 
@@ -64,9 +64,16 @@ def activation_bytes(spec: ModelSpec, stage: StagePlan, rank: int, width_tokens:
     in_flight = layout.pp - at.pp
     tokens = stage.micro_batch * width_tokens
     kept = in_flight * len(layout.layers(at.pp)) * tokens * per_token * max(DTYPE_BYTES[c.dtype], 2)
-    if at.pp == layout.pp - 1 and spec.head == "language":
-        kept += LOGIT_COPIES * tokens * vocab_rows(c.vocab, layout.tp, at.tp)[2] * 4
-    return kept
+    return kept + logit_bytes(spec, stage, rank, width_tokens)
+
+
+def logit_bytes(spec: ModelSpec, stage: StagePlan, rank: int, width_tokens: int) -> int:
+    """Bytes of a micro-batch's logits and their copies on the last pipeline rank: tokens x local vocabulary x 4."""
+    layout, at = stage.layout, stage.layout.coordinates(rank)
+    if at.pp != layout.pp - 1 or spec.head != "language":
+        return 0
+    rows = vocab_rows(spec.config.vocab, layout.tp, at.tp)[2]
+    return LOGIT_COPIES * stage.micro_batch * width_tokens * rows * 4
 
 
 def plan_peaks(config: Config, plan: Plan) -> tuple[SlotPeak, ...]:
@@ -89,6 +96,8 @@ def plan_peaks(config: Config, plan: Plan) -> tuple[SlotPeak, ...]:
             spec = specs[stage.model]
             for part, size in resident(spec, stage, rank).items():
                 base[f"{name}.{part}"] = size
+            logits = logit_bytes(spec, stage, rank, width)
+            phases.setdefault(f"forward_{stage.model}", {})["logits"] = logits
             if stage.stage == "train":
                 phases[f"update_{stage.model}"] = {"activations": activation_bytes(spec, stage, rank, width)}
         worst = max(phases, key=lambda phase: sum(phases[phase].values()))

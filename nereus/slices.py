@@ -48,10 +48,7 @@ class Bucket:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Movement:
-    """One movement of state: what stays on its slot (copied locally) and what travels, in rounds of buckets.
-
-    `group` numbers the unit of staging (a layer for weight sync, 0 for a change); rounds of a group come together.
-    """
+    """One movement of state: what stays on its slot (copied locally) and what travels, in rounds of buckets."""
 
     kept: tuple[Slice, ...]
     buckets: tuple[Bucket, ...]
@@ -80,42 +77,61 @@ class Movement:
         return sum(b.size_bytes for b in self.buckets if b.destination == slot)
 
 
-def cut(
-    present: Holding, target: Holding, *, rename: Mapping[str, str] | None = None, load: dict[int, int] | None = None
-) -> tuple[Slice, ...]:
+def cut(present: Holding, target: Holding, *, rename: Mapping[str, str] | None = None) -> tuple[Slice, ...]:
     """Slices that give every slot of `target` its shards from the holders in `present`; each byte exactly once.
 
-    A slot serves itself first; else the holder that has sent least so far (`load`, bytes per slot, is updated).
-    `rename` maps target EMU names to the present EMU that they are filled from. TransferFailed when nobody holds a
-    needed box.
+    A slot serves itself first. What only one slot holds is charged to it first; then what several hold is taken, the
+    largest first, from the one that sends least. `rename` maps target EMU names to the present EMU that they are
+    filled from. TransferFailed when nobody holds a needed box.
     """
-    sent = load if load is not None else {}
     holders: dict[tuple[str, str, str], list[tuple[int, Shard]]] = defaultdict(list)
     for slot in sorted(present):
         for shard in present[slot]:
             holders[shard.emu, shard.component, shard.tensor].append((slot, shard))
     names = rename or {}
-    found: list[Slice] = []
+    cells: list[_Cell] = []
     for slot in sorted(target):
         for wanted in target[slot]:
             key = (names.get(wanted.emu, wanted.emu), wanted.component, wanted.tensor)
-            found += _serve(slot, wanted, holders[key], sent)
-    return tuple(found)
+            cells += _cells(slot, wanted, holders[key])
+    sent: dict[int, int] = defaultdict(int)
+    chosen: dict[int, Slice] = {}
+    for index in sorted(range(len(cells)), key=lambda i: (len(cells[i].offers) > 1, -cells[i].size_bytes, i)):
+        cell = cells[index]
+        source, held = min(cell.offers, key=lambda offer: (sent[offer[0]], offer[0]))
+        chosen[index] = Slice(source=source, destination=cell.slot, held=held, wanted=cell.wanted, box=cell.box)
+        if source != cell.slot:
+            sent[source] += cell.size_bytes
+    return tuple(chosen[index] for index in range(len(cells)))
 
 
-def _serve(slot: int, wanted: Shard, holders: list[tuple[int, Shard]], sent: dict[int, int]) -> list[Slice]:
-    """Slices for one wanted shard, in falling preference of holder."""
-    found: list[Slice] = []
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Cell:
+    """A part of a wanted shard that each of `offers` (slot, held shard) could give whole."""
+
+    slot: int
+    wanted: Shard
+    box: Box
+    offers: tuple[tuple[int, Shard], ...]
+
+    @property
+    def size_bytes(self) -> int:
+        return self.box.elements * (self.wanted.size_bytes // self.wanted.box.elements)
+
+
+def _cells(slot: int, wanted: Shard, holders: list[tuple[int, Shard]]) -> list[_Cell]:
+    """Cells of one wanted shard: first what the slot holds itself, then by the smallest common parts."""
+    found: list[_Cell] = []
     missing: list[Box] = [wanted.box]
     while missing:
         box = missing.pop()
         offers = [(s, held, part) for s, held in holders if (part := held.box.intersect(box)) is not None]
         if not offers:
             raise TransferFailed(f"no slot holds {wanted.component} of {wanted.tensor} {box} for slot {slot}")
-        source, held, part = min(offers, key=lambda o: (o[0] != slot, sent.get(o[0], 0), -o[2].elements, o[0]))
-        found.append(Slice(source=source, destination=slot, held=held, wanted=wanted, box=part))
-        if source != slot:
-            sent[source] = sent.get(source, 0) + found[-1].size_bytes
+        own = [offer for offer in offers if offer[0] == slot]
+        part = max(own, key=lambda o: o[2].elements)[2] if own else min(offers, key=lambda o: o[2].elements)[2]
+        able = tuple((s, held) for s, held, _ in (own or offers) if held.box.contains(part))
+        found.append(_Cell(slot=slot, wanted=wanted, box=part, offers=able))
         missing += box.subtract(part)
     return found
 
@@ -179,22 +195,45 @@ def layered(slices: tuple[Slice, ...], order: Mapping[str, int], bucket_bytes: i
     return tuple(made)
 
 
-def check(present: Holding, target: Holding, moved: Movement, bucket_bytes: int) -> None:
+def check(
+    present: Holding, target: Holding, moved: Movement, bucket_bytes: int, *, rename: Mapping[str, str] | None = None
+) -> None:
     """Proves a movement before it runs: TransferFailed with the first violation.
 
-    Every target byte is written exactly once, from a slot that holds it; nothing travels that is in place; a slot
-    takes part in at most one send and one receive a round; no bucket exceeds its half of `bucket_bytes`.
+    Every target byte is written exactly once, from a slot that holds that byte of that component of that tensor;
+    nothing travels that is in place; a slot takes part in at most one send and one receive a round; no bucket exceeds
+    its half of `bucket_bytes`.
     """
+    names = rename or {}
+    held = {slot: set(shards) for slot, shards in present.items()}
+    in_place: dict[tuple[int, str, str, str], list[Box]] = defaultdict(list)
+    for slot, shards in present.items():
+        for shard in shards:
+            in_place[slot, shard.emu, shard.component, shard.tensor].append(shard.box)
     written: dict[tuple[int, Shard], list[Box]] = defaultdict(list)
     for piece in (*moved.kept, *(s for b in moved.buckets for s in b.slices)):
-        if piece.held not in present.get(piece.source, ()) or not piece.held.box.contains(piece.box):
+        source = names.get(piece.wanted.emu, piece.wanted.emu)
+        if piece.held not in held.get(piece.source, ()) or not piece.held.box.contains(piece.box):
             raise TransferFailed(f"slot {piece.source} does not hold {piece.held.tensor} {piece.box}")
+        same = (source, piece.wanted.component, piece.wanted.tensor, piece.wanted.dtype)
+        if (piece.held.emu, piece.held.component, piece.held.tensor, piece.held.dtype) != same:
+            raise TransferFailed(f"{piece.wanted.component} of {piece.wanted.tensor} would be filled from {piece.held}")
+        if piece.source != piece.destination:
+            own = in_place[piece.destination, *same[:3]]
+            if any(box.intersect(piece.box) for box in own):
+                raise TransferFailed(f"{piece.wanted.tensor} {piece.box} is in place on slot {piece.destination}, yet sent")
         written[piece.destination, piece.wanted].append(piece.box)
     for slot, shards in target.items():
         for shard in shards:
             _check_cover(slot, shard, written.pop((slot, shard), []))
     if written:
         raise TransferFailed(f"bytes written that no target wants: {next(iter(written))}")
+    _check_ports(moved, bucket_bytes)
+
+
+def _check_ports(moved: Movement, bucket_bytes: int) -> None:
+    if any(piece.source != piece.destination for piece in moved.kept):
+        raise TransferFailed("a slice between two slots is listed as kept")
     busy: set[tuple[int, str, int]] = set()
     for bucket in moved.buckets:
         ports = {(bucket.turn, "send", bucket.source), (bucket.turn, "receive", bucket.destination)}
@@ -203,6 +242,8 @@ def check(present: Holding, target: Holding, moved: Movement, bucket_bytes: int)
         busy |= ports
         if bucket.size_bytes > max(bucket_bytes // 2, 4):
             raise TransferFailed(f"a bucket of {bucket.size_bytes:,} bytes exceeds half of {bucket_bytes:,}")
+        if any((s.source, s.destination) != (bucket.source, bucket.destination) for s in bucket.slices):
+            raise TransferFailed(f"a bucket from slot {bucket.source} to {bucket.destination} holds another pair's slice")
 
 
 def _check_cover(slot: int, shard: Shard, boxes: list[Box]) -> None:

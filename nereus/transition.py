@@ -101,5 +101,5 @@ def build_sync(spec: ModelSpec, plan: Plan, bucket_bytes: int) -> WeightSync:
     names = {emu_name(plan.actor_generate): emu_name(plan.actor_train)}
     layers = layered(cut(present, target, rename=names), sync_order(spec), bucket_bytes)
     sync = WeightSync(layers=layers, target=target)
-    check(present, target, sync.whole, bucket_bytes)
+    check(present, target, sync.whole, bucket_bytes, rename=names)
     return sync

@@ -10,6 +10,7 @@ from operator import attrgetter
 from nereus.config import Config, ModelConfig, PlanChange, PlanConfig, StageConfig
 from nereus.errors import ConfigError
 from nereus.layout import STAGES, equal_shares
+from nereus.storage import VOCAB_ALIGN, round_up
 
 TRAIN_STAGES = ("actor_train", "critic_train")
 GENERATE_STAGES = ("actor_generate",)
@@ -48,6 +49,7 @@ LEAST: dict[str, int] = {
     "algorithm.epochs": 1,
     "warmup.steps": 0,
     "warmup.samples": 1,
+    "warmup.ramp_steps": 0,
     "fleet.slots": 1,
     "fleet.slot_budget_bytes": 1,
     "transfer.bucket_bytes": 16,  # two halves of one 8-byte element
@@ -73,7 +75,7 @@ NOT_NEGATIVE = (
     "algorithm.critic_lr",
     "algorithm.weight_decay",
 )
-ZERO_TO_ONE = ("algorithm.gamma", "algorithm.lam")
+ZERO_TO_ONE = ("algorithm.gamma", "algorithm.lam", "warmup.wrong_share")
 ZERO_TO_BELOW_ONE = ("algorithm.adam_beta1", "algorithm.adam_beta2")
 CHOICES: dict[str, tuple[str, ...]] = {
     "model.dtype": DTYPES,
@@ -161,14 +163,18 @@ def _check_stage(config: Config, key: str, name: str, stage: StageConfig) -> Non
         value: int = attrgetter(degree)(stage)
         if value < 1:
             raise ConfigError(f"{key}.{degree}", value, "expected at least 1")
-    _check_tensor_parallel(config.model, key, stage.tp)
+    _check_tensor_parallel(config.model, key, name, stage.tp)
     _check_pipeline(config.model, key, name, stage)
     _check_slots(config, key, stage)
     _check_shares(config, key, name, stage)
 
 
-def _check_tensor_parallel(model: ModelConfig, key: str, tp: int) -> None:
-    for what, count in (("model.heads", model.heads), ("model.ffn", model.ffn)):
+def _check_tensor_parallel(model: ModelConfig, key: str, name: str, tp: int) -> None:
+    padded = round_up(model.vocab, VOCAB_ALIGN)
+    shapes = [("model.heads", model.heads), ("model.ffn", model.ffn), ("the padded vocabulary", padded)]
+    if name not in GENERATE_STAGES:
+        shapes.append(("model.kv_heads (Megatron cuts whole KV groups)", model.kv_heads))
+    for what, count in shapes:
         if count % tp:
             raise ConfigError(f"{key}.tp", tp, f"expected a divisor of {what} = {count}")
     if model.kv_heads % tp and tp % model.kv_heads:

@@ -13,7 +13,7 @@ class World(Protocol):
     """What carries out commands and reports what happened."""
 
     def events(self) -> Iterator[Event]:
-        """Events in the order in which they happened; ends after the event that follows `Finish`."""
+        """Events in the order in which they happened; ends when `Finish` has been carried out."""
         ...
 
     def submit(self, command: Command) -> None:

@@ -117,7 +117,7 @@ RIGHT = [
     ["plan.actor_train={tp: 2, pp: 2, slots: [3, 2, 1, 0]}", "plan.actor_generate={tp: 2, dp: 2}"],
     ["plan.actor_train={dp: 3, slots: [0, 2, 3], shares: [32, 0, 0]}", "plan.reference_infer={dp: 3}"],
     ["plan.critic_train={pp: 3, pipeline: [1, 2, 1]}", "plan.actor_train={pp: 3, pipeline: [2, 1, 1]}"],
-    ["fleet.slots=8", "plan.actor_train.tp=8"],  # twice the kv heads: each is held twice
+    ["fleet.slots=8", "plan.actor_generate.tp=8", "plan.actor_generate.dp=1"],  # each kv head is held twice
     ["changes=[{step: 1, plan: {actor_train: {dp: 4}}}, {step: 20, plan: {actor_generate: {dp: 3}}}]"],
     ["model.dtype=bfloat16", "warmup.steps=0", "algorithm.actor_lr=0", "algorithm.adv_estimator=grpo"],
     ["algorithm.dual_clip_ratio=0", "algorithm.value_clip=0", "algorithm.adv_estimator=reinforce++"],
@@ -140,7 +140,9 @@ def test_a_broken_rule_names_its_key(tmp_path: Path, override: str, key: str, wo
 @pytest.mark.parametrize(
     ("overrides", "key", "words"),
     [
-        (["model.heads=6", "model.kv_heads=3", "plan.actor_train.tp=2"], "plan.actor_train.tp", "model.kv_heads = 3"),
+        (["model.heads=6", "model.kv_heads=3", "plan.actor_train.tp=2"], "plan.actor_train.tp", "= 3"),
+        (["model.kv_heads=2", "plan.actor_train.tp=4", "plan.actor_train.pp=1"], "plan.actor_train.tp", "KV groups"),
+        (["model.heads=6", "model.kv_heads=3", "model.vocab=320", "plan.actor_train.tp=3"], "plan.actor_train.tp", "320"),
         (["model.ffn=7", "plan.actor_train.tp=2"], "plan.actor_train.tp", "model.ffn = 7"),
         (["algorithm.adv_estimator=grpo", "data.samples_per_prompt=1"], "data.samples_per_prompt", "at least 2"),
     ],

@@ -78,6 +78,9 @@ def _train(arguments: Namespace) -> int:
     config, rollouts = _job(arguments)
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # layouts are written with a middle dot
+    from nereus.runtime.run import check_job  # seconds, and much memory
+
+    check_job(config, rollouts)
     return carry_out(config, rollouts, _run_real_job)
 
 

@@ -249,14 +249,15 @@ class Phases:
         """One supervised step of the actor on fresh examples of the task; the mean negative log-likelihood."""
         config = self.job.config
         ids = range((step - 1) * config.warmup.samples, step * config.warmup.samples)
-        lessons = self.lessons
+        lessons, wrong = self.lessons, config.warmup.wrong_share
         batch = build(
             [lessons.prompt(i).token_ids for i in ids],
-            [lessons.target(i) for i in ids],
+            [lessons.demonstration(i, wrong_share=wrong) for i in ids],
             multiple_tokens=WIDTH_MULTIPLE_TOKENS,
         )
         objective = Objective(kind="sft", denominators=Denominators.of(batch.mask))
-        return float(self.update(self.job.plan.actor_train, batch, objective, config.warmup.lr)["sft/loss"])  # type: ignore[arg-type]
+        lr = config.warmup.lr * min(1.0, step / max(config.warmup.ramp_steps, 1))
+        return float(self.update(self.job.plan.actor_train, batch, objective, lr)["sft/loss"])  # type: ignore[arg-type]
 
     @property
     def lessons(self) -> Task:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import ray
+from ray._private import services
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from nereus.engines.vllm.boot import ENVIRONMENT
@@ -59,14 +62,30 @@ def start_ray(slots: int) -> None:
     if os.environ.get("RAY_ADDRESS"):
         ray.init(**quiet)
         return
-    ray.init(
-        num_cpus=1,
-        resources={"slot": float(slots)},
-        include_dashboard=False,
-        object_store_memory=100 << 20,
-        _node_ip_address="127.0.0.1",
-        **quiet,
-    )
+    with _own_session():
+        ray.init(
+            num_cpus=1,
+            resources={"slot": float(slots)},
+            include_dashboard=False,
+            object_store_memory=100 << 20,
+            _node_ip_address="127.0.0.1",
+            **quiet,
+        )
+
+
+@contextmanager
+def _own_session() -> Iterator[None]:
+    """While inside, Ray starts its processes in a session of their own.
+
+    A signal to the driver's process group (Ctrl-C in a terminal, `timeout`, a batch system) then reaches the driver
+    alone, which stops at a safe point. They still end with the driver: Ray sets the parent-death signal.
+    """
+    popen = services.ConsolePopen
+    services.ConsolePopen = functools.partial(popen, start_new_session=True)  # type: ignore[misc,assignment]
+    try:
+        yield
+    finally:
+        services.ConsolePopen = popen  # type: ignore[misc]
 
 
 class SlotPool:

@@ -85,9 +85,6 @@ def test_batch_shares_are_all_of_the_batch(shares: list[int], samples: int) -> N
     assert sum(batch_shares(shared(*shares), samples)) == samples
 
 
-@pytest.mark.xfail(
-    raises=AssertionError, reason="fault: says 'in the proportion of the plan's shares', takes equal ones"
-)
 def test_batch_shares_keep_the_proportion() -> None:
     assert batch_shares(shared(6, 2), 12) == (9, 3)
     assert batch_shares(shared(8, 0), 12) == (12, 0)

@@ -141,7 +141,7 @@ def test_movement_is_a_function_of_the_holdings(case) -> None:
     assert one.movement_id == other.movement_id
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     specs(FEW_VOCABS).flatmap(lambda spec: st.tuples(st.just(spec), stage_plans(spec.config), stage_plans(spec.config)))
 )
