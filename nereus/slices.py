@@ -98,8 +98,10 @@ def cut(present: Holding, target: Holding, *, rename: Mapping[str, str] | None =
     chosen: dict[int, Slice] = {}
     for index in sorted(range(len(cells)), key=lambda i: (len(cells[i].offers) > 1, -cells[i].size_bytes, i)):
         cell = cells[index]
-        source, held = min(cell.offers, key=lambda offer: (sent[offer[0]], offer[0]))
-        chosen[index] = Slice(source=source, destination=cell.slot, held=held, wanted=cell.wanted, box=cell.box)
+        source = min(cell.offers, key=lambda slot: (sent[slot], slot))
+        chosen[index] = Slice(
+            source=source, destination=cell.slot, held=cell.offers[source], wanted=cell.wanted, box=cell.box
+        )
         if source != cell.slot:
             sent[source] += cell.size_bytes
     return tuple(chosen[index] for index in range(len(cells)))
@@ -107,12 +109,12 @@ def cut(present: Holding, target: Holding, *, rename: Mapping[str, str] | None =
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Cell:
-    """A part of a wanted shard that each of `offers` (slot, held shard) could give whole."""
+    """A part of a wanted shard that each of `offers` (held shard by slot) could give whole."""
 
     slot: int
     wanted: Shard
     box: Box
-    offers: tuple[tuple[int, Shard], ...]
+    offers: Mapping[int, Shard]
 
     @property
     def size_bytes(self) -> int:
@@ -130,7 +132,7 @@ def _cells(slot: int, wanted: Shard, holders: list[tuple[int, Shard]]) -> list[_
             raise TransferFailed(f"no slot holds {wanted.component} of {wanted.tensor} {box} for slot {slot}")
         own = [offer for offer in offers if offer[0] == slot]
         part = max(own, key=lambda o: o[2].elements)[2] if own else min(offers, key=lambda o: o[2].elements)[2]
-        able = tuple((s, held) for s, held, _ in (own or offers) if held.box.contains(part))
+        able = {s: held for s, held, _ in (own or offers) if held.box.contains(part)}
         found.append(_Cell(slot=slot, wanted=wanted, box=part, offers=able))
         missing += box.subtract(part)
     return found
@@ -206,29 +208,32 @@ def check(
     """
     names = rename or {}
     held = {slot: set(shards) for slot, shards in present.items()}
-    in_place: dict[tuple[int, str, str, str], list[Box]] = defaultdict(list)
-    for slot, shards in present.items():
-        for shard in shards:
-            in_place[slot, shard.emu, shard.component, shard.tensor].append(shard.box)
     written: dict[tuple[int, Shard], list[Box]] = defaultdict(list)
     for piece in (*moved.kept, *(s for b in moved.buckets for s in b.slices)):
-        source = names.get(piece.wanted.emu, piece.wanted.emu)
         if piece.held not in held.get(piece.source, ()) or not piece.held.box.contains(piece.box):
             raise TransferFailed(f"slot {piece.source} does not hold {piece.held.tensor} {piece.box}")
-        same = (source, piece.wanted.component, piece.wanted.tensor, piece.wanted.dtype)
-        if (piece.held.emu, piece.held.component, piece.held.tensor, piece.held.dtype) != same:
+        same = replace(piece.held, emu=names.get(piece.wanted.emu, piece.wanted.emu), box=piece.wanted.box)
+        if replace(piece.wanted, emu=same.emu) != same or piece.held.emu != same.emu:
             raise TransferFailed(f"{piece.wanted.component} of {piece.wanted.tensor} would be filled from {piece.held}")
-        if piece.source != piece.destination:
-            own = in_place[piece.destination, *same[:3]]
-            if any(box.intersect(piece.box) for box in own):
-                raise TransferFailed(f"{piece.wanted.tensor} {piece.box} is in place on slot {piece.destination}, yet sent")
         written[piece.destination, piece.wanted].append(piece.box)
+    _check_nothing_in_place_travels(present, moved)
     for slot, shards in target.items():
         for shard in shards:
             _check_cover(slot, shard, written.pop((slot, shard), []))
     if written:
         raise TransferFailed(f"bytes written that no target wants: {next(iter(written))}")
     _check_ports(moved, bucket_bytes)
+
+
+def _check_nothing_in_place_travels(present: Holding, moved: Movement) -> None:
+    in_place: dict[tuple[int, str, str, str], list[Box]] = defaultdict(list)
+    for slot, shards in present.items():
+        for shard in shards:
+            in_place[slot, shard.emu, shard.component, shard.tensor].append(shard.box)
+    for piece in (s for b in moved.buckets for s in b.slices):
+        own = in_place[piece.destination, piece.held.emu, piece.held.component, piece.held.tensor]
+        if piece.source != piece.destination and any(box.intersect(piece.box) for box in own):
+            raise TransferFailed(f"{piece.wanted.tensor} {piece.box} is in place on slot {piece.destination}, yet sent")
 
 
 def _check_ports(moved: Movement, bucket_bytes: int) -> None:
@@ -243,7 +248,9 @@ def _check_ports(moved: Movement, bucket_bytes: int) -> None:
         if bucket.size_bytes > max(bucket_bytes // 2, 4):
             raise TransferFailed(f"a bucket of {bucket.size_bytes:,} bytes exceeds half of {bucket_bytes:,}")
         if any((s.source, s.destination) != (bucket.source, bucket.destination) for s in bucket.slices):
-            raise TransferFailed(f"a bucket from slot {bucket.source} to {bucket.destination} holds another pair's slice")
+            raise TransferFailed(
+                f"a bucket from slot {bucket.source} to {bucket.destination} holds another pair's slice"
+            )
 
 
 def _check_cover(slot: int, shard: Shard, boxes: list[Box]) -> None:

@@ -134,7 +134,9 @@ def _check_names(config: Config) -> None:
     _require(bool(config.data.task.strip()), "data.task", config, "a reasoning-gym task, such as chain_sum")
     template = config.data.prompt_template
     fields = re.search(r"\{\w+\}", template)
-    _require(bool(fields), "data.prompt_template", config, "a text with {question} or a field of the task's entries in it")
+    _require(
+        bool(fields), "data.prompt_template", config, "a text with {question} or a field of the task's entries in it"
+    )
     _require(bool(config.logger.project.strip()), "logger.project", config, "a W&B project, such as nereus")
 
 

@@ -142,7 +142,11 @@ def test_a_broken_rule_names_its_key(tmp_path: Path, override: str, key: str, wo
     [
         (["model.heads=6", "model.kv_heads=3", "plan.actor_train.tp=2"], "plan.actor_train.tp", "= 3"),
         (["model.kv_heads=2", "plan.actor_train.tp=4", "plan.actor_train.pp=1"], "plan.actor_train.tp", "KV groups"),
-        (["model.heads=6", "model.kv_heads=3", "model.vocab=320", "plan.actor_train.tp=3"], "plan.actor_train.tp", "320"),
+        (
+            ["model.heads=6", "model.kv_heads=3", "model.vocab=320", "plan.actor_train.tp=3"],
+            "plan.actor_train.tp",
+            "320",
+        ),
         (["model.ffn=7", "plan.actor_train.tp=2"], "plan.actor_train.tp", "model.ffn = 7"),
         (["algorithm.adv_estimator=grpo", "data.samples_per_prompt=1"], "data.samples_per_prompt", "at least 2"),
     ],

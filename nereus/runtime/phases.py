@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,7 +38,7 @@ class StepRecord:
     seconds: dict[str, float] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
     sync: MoveReport | None = None
-    updates: list[dict[str, object]] = field(default_factory=list)
+    updates: list[dict[str, Any]] = field(default_factory=list)
     rollouts: str = ""
 
     @contextmanager
@@ -219,7 +220,7 @@ class Phases:
                 denominators = Denominators.of(
                     mini.mask, horizon_tokens=float(self.job.config.data.max_response_tokens)
                 )
-                row: dict[str, object] = {"epoch": epoch, "mini_batch": index}
+                row: dict[str, Any] = {"epoch": epoch, "mini_batch": index}
                 with record.timed("update_critic"):
                     objective = Objective(kind="value", value=self.value, denominators=denominators)
                     row |= self.update(plan.critic_train, mini, objective, algorithm.critic_lr)
@@ -228,7 +229,7 @@ class Phases:
                     row |= self.update(plan.actor_train, mini, objective, algorithm.actor_lr)
                 record.updates.append(row)
 
-    def update(self, stage: StagePlan, mini: Batch, objective: Objective, lr: float) -> dict[str, object]:
+    def update(self, stage: StagePlan, mini: Batch, objective: Objective, lr: float) -> dict[str, Any]:
         """One optimizer step: metrics summed over replicas, the gradient norm, the digest of the random state."""
         shares = split(mini, batch_shares(stage, mini.rows))
         emu = emu_name(stage)
@@ -240,7 +241,7 @@ class Phases:
         results: dict[int, PhaseResult] = self.job.pool.call("train", given)
         self.job.optimizer_steps[emu] = self.job.optimizer_steps.get(emu, 0) + 1
         outputs = [results[stage.output_slot(replica)] for replica in range(stage.layout.dp)]
-        metrics: dict[str, object] = {name: sum(o.metrics[name] for o in outputs) for name in outputs[0].metrics}
+        metrics: dict[str, Any] = {name: sum(o.metrics[name] for o in outputs) for name in outputs[0].metrics}
         metrics[f"{stage.model}/grad_norm"] = outputs[0].grad_norm
         metrics[f"{stage.model}/rng"] = outputs[0].rng
         return metrics
@@ -257,7 +258,7 @@ class Phases:
         )
         objective = Objective(kind="sft", denominators=Denominators.of(batch.mask))
         lr = config.warmup.lr * min(1.0, step / max(config.warmup.ramp_steps, 1))
-        return float(self.update(self.job.plan.actor_train, batch, objective, lr)["sft/loss"])  # type: ignore[arg-type]
+        return float(self.update(self.job.plan.actor_train, batch, objective, lr)["sft/loss"])
 
     @property
     def lessons(self) -> Task:
@@ -295,7 +296,7 @@ class Phases:
         m["perf/time_per_step"] = record.seconds["step"]
         m["perf/throughput"] = tokens / (record.seconds["step"] * slots)
         for name in sorted({n for row in record.updates for n in row if "/" in n and not n.endswith("/rng")}):
-            rows = [float(row[name]) for row in record.updates if name in row]  # type: ignore[arg-type]
+            rows = [float(row[name]) for row in record.updates if name in row]
             m[name] = sum(rows) / len(rows)
         if record.sync is not None:
             m["transition/sync_planned_bytes"] = float(record.sync.planned_bytes)

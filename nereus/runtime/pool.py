@@ -19,6 +19,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from nereus.engines.vllm.boot import ENVIRONMENT
 from nereus.errors import NereusError, SlotFailed
 
+DEATH_SECONDS = 3.0  # how long after a slot's error another slot's death is waited for, which may be its cause
 RAY_ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
@@ -109,6 +110,7 @@ class SlotPool:
         note(f"starting {slots} slots")
         start_ray(slots)
         self._actors: dict[int, Any] = {}
+        self.pids: dict[int, int] = {}
         try:
             for number in self.numbers:
                 options = SlotActor.options(num_cpus=0, resources={"slot": 1.0}, max_restarts=0)
@@ -116,7 +118,7 @@ class SlotPool:
             note("importing engines in the slots")
             started = time.monotonic()
             boots = {number: actor.boot.remote() for number, actor in self._actors.items()}
-            self.pids: dict[int, int] = self._collect("boot", boots, start_timeout_seconds)  # type: ignore[assignment]
+            self.pids = self._collect("boot", boots, start_timeout_seconds)
             note(f"slots are up after {time.monotonic() - started:.0f} s")
             port = self.call("port", {0: ()})[0]
             self.call_all("join", slots, "127.0.0.1", port, phase_timeout_seconds)
@@ -145,8 +147,23 @@ class SlotPool:
             if not done:
                 silent = sorted(owner[ref] for ref in waiting)
                 raise SlotFailed(f"slots {silent} did not finish {method} within {timeout_seconds:.0f} s")
-            found[owner[done[0]]] = self._get(method, owner[done[0]], done[0])
+            try:
+                found[owner[done[0]]] = self._get(method, owner[done[0]], done[0])
+            except NereusError as error:
+                self._blame_the_dead(method, owner, waiting, error)
+                raise
         return found
+
+    def _blame_the_dead(self, method: str, owner: Mapping[Any, int], waiting: list[Any], error: NereusError) -> None:
+        """When a slot dies its peers fail too, often first: SlotFailed for the dead one, if there is one."""
+        done, _ = ray.wait(waiting, num_returns=len(waiting), timeout=DEATH_SECONDS) if waiting else ([], [])
+        for ref in done:
+            try:
+                ray.get(ref)
+            except RayActorError:
+                raise SlotFailed(self._death(owner[ref], method)) from error
+            except RayError:
+                continue
 
     def _get(self, method: str, slot: int, ref: Any) -> Any:
         try:
@@ -157,12 +174,12 @@ class SlotPool:
                 raise cause from error
             raise SlotFailed(f"slot {slot} failed in {method}:\n{error}") from error
         except RayActorError as error:
-            raise SlotFailed(
-                f"slot {slot} (process {self.pids.get(slot) if hasattr(self, 'pids') else 'starting'}) died in {method}; "
-                f"its last words are in {self._log(slot)}"
-            ) from error
+            raise SlotFailed(self._death(slot, method)) from error
         except RayError as error:
             raise SlotFailed(f"slot {slot} failed in {method}: {error}") from error
+
+    def _death(self, slot: int, method: str) -> str:
+        return f"slot {slot} (process {self.pids.get(slot)}) died in {method}; its last words are in {self._log(slot)}"
 
     def close(self) -> None:
         """Ends every slot process and Ray; safe to call twice."""

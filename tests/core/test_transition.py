@@ -172,7 +172,7 @@ def test_weight_sync(case: tuple[ModelConfig, object, object]) -> None:
     weights = {s: tuple(x for x in held if x.component == "weight") for s, held in holding(spec, train).items()}
     renamed = {s: tuple(replace(x, emu="m.train") for x in held) for s, held in sync.target.items()}
     assert sync.whole.moved_bytes == missing_bytes(weights, renamed)
-    check(weights, sync.target, sync.whole, 3000, rename={emu_name(generate): emu_name(train)})
+    check(weights, sync.target, sync.whole, 3000, rename={emu_name(plan.actor_generate): emu_name(plan.actor_train)})
 
 
 def test_golden_sync(golden: Callable[[str, object], None]) -> None:

@@ -119,7 +119,7 @@ class Scene:
             start_generation(self.job)
             self.job.plan_sync()
 
-    def step(self):  # noqa: ANN201
+    def step(self):
         """One PPO step."""
         self.steps += 1
         return self.phases.run(self.steps)
@@ -132,7 +132,7 @@ class Scene:
 
     def tensors(self, emu: str) -> dict[tuple[str, str], torch.Tensor]:
         """The whole state of an EMU, put together from all slots: {(component, tensor): full tensor}."""
-        return assemble(self.job.specs[emu.split(".")[0]], self.pool.call_all("fetch", emu))
+        return assemble(self.job.specs[emu.split(".", maxsplit=1)[0]], self.pool.call_all("fetch", emu))
 
 
 def assemble(spec: Any, by_slot: Mapping[int, Mapping[Any, torch.Tensor]]) -> dict[tuple[str, str], torch.Tensor]:

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-import ray
 import torch
+from ray import cloudpickle
 
 from nereus.config import Config
 from nereus.engines.world import Census, census
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from nereus.engines.vllm.engine import GenerationEngine
     from nereus.runtime.slot import Slot
 
-ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # slots need not find this file
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # slots need not find this file
 
 ALL, PART = (0, 1, 2, 3), (0, 1)
 BUILDS = ((ALL, 2), (PART, 1), (PART, 2), (ALL, 1), (ALL, 2), (PART, 2))  # (slots, TP); the first fills what stays
@@ -84,14 +84,14 @@ def one_value(by_slot: dict[int, Any]) -> Any:
     return first
 
 
-def assert_nothing_left(pool: SlotPool, before: dict[int, tuple[Census, int, int]]) -> None:
+def assert_nothing_left(pool: SlotPool, before: dict[int, tuple[Census, int, int]], spare_tensors: int = 0) -> None:
     """No slot holds more than before; a rebuild that leaked a group would keep descriptors and a thread of it."""
     for number, (now, tensors, memories) in pool.call_all("apply", held).items():
         settled, settled_tensors, settled_memories = before[number]
         assert now.groups == settled.groups, (number, settled, now)
         assert now.descriptors <= settled.descriptors + 2, (number, settled, now)  # Ray's own come and go
         assert now.threads <= settled.threads + 2, (number, settled, now)
-        assert tensors <= settled_tensors, number
+        assert tensors <= settled_tensors + spare_tensors, (number, settled_tensors, tensors)
         assert memories == settled_memories, number
 
 
@@ -124,7 +124,9 @@ def test_failed_starts_and_loads(slots: SlotPool, tmp_path: Path) -> None:
     on(slots, PART, failed_loads, folder)
     before = slots.call_all("apply", held)
     on(slots, PART, failed_start, str(tmp_path / "absent"))
+    assert_nothing_left(slots, before)
     on(slots, PART, failed_start_with_groups, folder)
+    assert_nothing_left(slots, before, spare_tensors=2)  # vLLM's rotary tables, which the next engine's end takes along
     on(slots, PART, failed_loads, folder)
     assert_nothing_left(slots, before)
 
@@ -240,7 +242,7 @@ def reference(folder: str, seed: int) -> PreTrainedModel:
 
 
 def requests(model: PreTrainedModel) -> list[Request]:
-    """Requests with a common prefix of 90 tokens, so that a stale prefix cache would show; they end in another block."""
+    """Ten requests with a common prefix, so that a stale prefix cache would show; each grows into a new KV block."""
     return [
         Request(
             request_id=f"r{index}",

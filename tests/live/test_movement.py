@@ -33,11 +33,13 @@ LAYOUTS = (  # (actor training layout, generation layout) of a tour through all 
 def parity(scene: Scene, *, poison: bool = False) -> float:
     """Syncs, samples 12 requests, and compares vLLM's log-probabilities with the trainer's on the same tokens."""
     report = scene.phases.sync(poison=poison)
-    planned = scene.job.sync.whole
+    sync = scene.job.sync
+    assert sync is not None
+    planned = sync.whole
     for slot in scene.pool.numbers:
         assert report.sent_bytes[slot] == planned.sent_bytes(slot)
         assert report.received_bytes[slot] == planned.received_bytes(slot)
-    layer = max(sum(s.size_bytes for s in movement_target(part)) for part in scene.job.sync.layers)
+    layer = max(sum(s.size_bytes for s in movement_target(part)) for part in sync.layers)
     assert report.staged_bytes <= scene.config.transfer.bucket_bytes + layer
     requests = [
         Request(
@@ -59,7 +61,7 @@ def parity(scene: Scene, *, poison: bool = False) -> float:
     return gap.max_abs_nats
 
 
-def movement_target(part):  # noqa: ANN001, ANN201
+def movement_target(part):
     return {s.wanted for s in (*part.kept, *(x for b in part.buckets for x in b.slices))}
 
 
@@ -98,11 +100,11 @@ def test_small_buckets_bound_the_staging(pool: SlotPool, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("sharded", [True, False], ids=["distributed", "plain"])
-def test_bf16_weights_masters_and_moments_survive_bit_by_bit(
-    pool: SlotPool, tmp_path: Path, sharded: bool  # noqa: FBT001
-) -> None:
+def test_bf16_weights_masters_and_moments_survive_bit_by_bit(pool: SlotPool, tmp_path: Path, sharded: bool) -> None:
     """A bfloat16 model with float32 masters: three hops of training state without a changed bit."""
-    job: Config = config(model=ModelConfig(dtype="bfloat16", init_std=0.08), run=RunConfig(name="bf16", seed=5, steps=2))
+    job: Config = config(
+        model=ModelConfig(dtype="bfloat16", init_std=0.08), run=RunConfig(name="bf16", seed=5, steps=2)
+    )
     scene = Scene(pool, job, tmp_path, generation=False)
     scene.phases.warm_up(1)
     for layout in (
@@ -129,7 +131,7 @@ def test_a_corrupted_movement_is_undone(pool: SlotPool, tmp_path: Path, monkeypa
     before, plan = scene.tensors("actor.train"), scene.job.plan
     honest = scene.job.digests
 
-    def one_bit_off(emus: tuple[str, ...], label: str):  # noqa: ANN202
+    def one_bit_off(emus: tuple[str, ...], label: str):
         found = honest(emus, label)
         if label == "next":
             found["actor.train weight"]["lm_head.weight"] = "0" * 16
@@ -157,7 +159,7 @@ def test_a_flipped_bit_changes_the_digest(pool: SlotPool, tmp_path: Path) -> Non
     shards = pool.call_all("digests", ("actor.train",), "")
     first = next(iter(shards[0]))
     shards[0] = {**shards[0], first: shards[0][first] ^ 1}
-    from nereus.runtime.job import combined  # noqa: PLC0415
+    from nereus.runtime.job import combined
 
     with pytest.raises(DigestMismatch, match="differs between slots"):
         combined(scene.job.specs, shards)
@@ -165,7 +167,7 @@ def test_a_flipped_bit_changes_the_digest(pool: SlotPool, tmp_path: Path) -> Non
 
 def test_bytes_beside_the_plan_are_refused(pool: SlotPool, tmp_path: Path) -> None:
     """A wire that carried other bytes than planned is an error that names the slot."""
-    from nereus.runtime.job import report  # noqa: PLC0415
+    from nereus.runtime.job import report
 
     scene = Scene(pool, config(), tmp_path, generation=False)
     traffic = pool.call_all("sync", "actor.train")  # no sync is planned: nothing is sent
