@@ -45,7 +45,7 @@ class DataConfig:
     prompt_template: str = "{question}"
     prompts_per_step: int = 16
     samples_per_prompt: int = 4
-    max_prompt_tokens: int = 48
+    max_prompt_tokens: int = 128
     max_response_tokens: int = 8
 
 

@@ -17,6 +17,7 @@ STEP_SECONDS, SYNC_SECONDS, PAUSE_SECONDS = "timing_s/step", "timing_s/update_we
 PHASE_PREFIX = "timing_s/"
 SYNC_BYTES = "transition/sync_counted_bytes"
 PARITY_MAX, PARITY_MEAN_EXP = "rollout_corr/logp_diff_max", "rollout_corr/mean_exp_abs_diff"
+REWARD_SHUFFLED = "critic/score/shuffled_mean"
 PEAK_PREFIX = "perf/ledger_bytes/slot_"  # followed by the slot
 TERMINAL = ("transition_done", "transition_failed")
 
@@ -67,6 +68,7 @@ class Summary:
     steps: int
     planned_steps: int
     reward: RewardGain | None
+    shuffled_reward: float
     phase_seconds: Mapping[str, float]
     transitions: tuple[TransitionSummary, ...]
     run_seconds: float
@@ -98,6 +100,7 @@ def fold(events: Sequence[Event], metrics: Sequence[Row], folder: Path) -> Summa
         steps=len(metrics),
         planned_steps=_planned_steps(events),
         reward=reward_gain(metrics),
+        shuffled_reward=_mean(_column(metrics, REWARD_SHUFFLED)),
         phase_seconds=_phase_seconds(metrics),
         transitions=transitions,
         run_seconds=_end(events) - _at(_last(events, "run_started")),
@@ -252,6 +255,8 @@ def _head(summary: Summary) -> list[str]:
             f"reward: {gain.first_reward:.3f} in the first {gain.window_steps} steps, {gain.last_reward:.3f} in the last "
             f"{gain.window_steps}: {gain.last_reward - gain.first_reward:+.3f}, {gain.error_ratio:+.1f} standard errors"
         )
+    if math.isfinite(summary.shuffled_reward):
+        lines.append(f"reward of the same responses on another sample's prompt: {summary.shuffled_reward:.3f}")
     return lines
 
 

@@ -17,7 +17,9 @@ _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 def resident_bytes() -> int:
-    """Resident memory of this process now, shared file pages (code) not counted."""
+    """Memory of this process now: the allocator's on a GPU, else what is resident, shared file pages not counted."""
+    if torch.cuda.is_available():
+        return int(torch.cuda.memory_allocated())
     _, resident, shared = Path("/proc/self/statm").read_text().split()[:3]
     return (int(resident) - int(shared)) * _PAGE_BYTES
 

@@ -266,6 +266,13 @@ class Phases:
         data = self.job.config.data
         return task_of(data.task, data.task_options, self.job.config.run.seed, data.prompt_template, "warmup")
 
+    def _shuffled(self, rollouts: Rollouts) -> float:
+        """Mean score of the responses held against the next sample's prompt: the base rate, if the reward needs it."""
+        prompts = [s.prompt for s in rollouts.samples]
+        others = prompts[self.job.config.data.samples_per_prompt :] + prompts[: self.job.config.data.samples_per_prompt]
+        scores = [self.task.score_tokens(p, r) for p, r in zip(others, rollouts.responses, strict=True)]
+        return sum(scores) / len(scores)
+
     # -- what a step says ----------------------------------------------------------------------------------------
 
     def _facts(self, record: StepRecord, batch: Batch, rollouts: Rollouts, reference: Tensor, old: Tensor) -> None:
@@ -281,6 +288,7 @@ class Phases:
             m[f"timing_s/{name}"] = value
         m["critic/score/mean"], m["critic/score/count"] = float(scores.mean()), float(len(scores))
         m["critic/score/std"] = float(scores.std()) if len(scores) > 1 else 0.0
+        m["critic/score/shuffled_mean"] = self._shuffled(rollouts)
         m["critic/score/max"], m["critic/score/min"] = float(scores.max()), float(scores.min())
         m["response_length/mean"], m["response_length/max"] = float(lengths.mean()), float(lengths.max())
         m["response_length/min"] = float(lengths.min())

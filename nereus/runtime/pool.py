@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -48,6 +49,13 @@ class SlotActor:
 
         self._slot = Slot(self._number)
         return os.getpid()
+
+    def meeting_place(self) -> tuple[str, int]:
+        """This node's address and a port that is free on it, for a world whose rank 0 is here."""
+        address = ray.util.get_node_ip_address()
+        with socket.socket() as probe:
+            probe.bind((address, 0))
+            return address, int(probe.getsockname()[1])
 
     def do(self, method: str, arguments: tuple[object, ...]) -> object:
         """Calls a method of the slot."""
@@ -112,16 +120,17 @@ class SlotPool:
         self._actors: dict[int, Any] = {}
         self.pids: dict[int, int] = {}
         try:
+            gpus = 1 if ray.cluster_resources().get("GPU", 0) >= slots else 0  # a GPU each where there are enough
             for number in self.numbers:
-                options = SlotActor.options(num_cpus=0, resources={"slot": 1.0}, max_restarts=0)
+                options = SlotActor.options(num_cpus=0, num_gpus=gpus, resources={"slot": 1.0}, max_restarts=0)
                 self._actors[number] = options.remote(number, str(self._log(number)))
             note("importing engines in the slots")
             started = time.monotonic()
             boots = {number: actor.boot.remote() for number, actor in self._actors.items()}
             self.pids = self._collect("boot", boots, start_timeout_seconds)
             note(f"slots are up after {time.monotonic() - started:.0f} s")
-            port = self.call("port", {0: ()})[0]
-            self.call_all("join", slots, "127.0.0.1", port, phase_timeout_seconds)
+            address, port = ray.get(self._actors[0].meeting_place.remote())
+            self.call_all("join", slots, address, port, phase_timeout_seconds)
         except BaseException:
             self.close()
             raise

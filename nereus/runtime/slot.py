@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import socket
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,7 +24,7 @@ from nereus.engines.vllm.engine import GenerationEngine
 from nereus.engines.world import Census, ProcessWorld, census
 from nereus.layout import StagePlan
 from nereus.model import models_of, seed_of
-from nereus.rl.batch import Batch
+from nereus.rl.batch import Batch, over_tensors
 from nereus.rollout import Completion, Request
 from nereus.runtime import fabric, state
 from nereus.runtime.fabric import Program, Traffic
@@ -68,12 +66,6 @@ class Slot:
         settle()
         # what an earlier job left in this process: the allocator's and the libraries' own tables
         self.ledger.hold("overhead.process", max(resident_bytes() - self._baseline_bytes, 0))
-
-    def port(self) -> int:
-        """A port that is free on this slot's host, for a new world whose rank 0 is here."""
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            return int(probe.getsockname()[1])
 
     def join(self, size: int, address: str, port: int, timeout_seconds: float) -> None:
         """Collective over all slots: forms the world."""
@@ -246,8 +238,10 @@ class Slot:
         with self._first_use(emu, phase), self.ledger.in_phase(phase):
             rng = self._seed(emu)
             self.ledger.touch("logits", self._logit_bytes(engine, share, micro_batch))
+            share = over_tensors(share, lambda tensor: tensor.to(state.device()))
             outputs = forward(engine, share, micro_batch=micro_batch, temperature=self.config.rollout.temperature)
-        return PhaseResult(outputs=outputs, metrics={}, grad_norm=0.0, rng=rng)
+        found = None if outputs is None else {name: tensor.cpu() for name, tensor in outputs.items()}
+        return PhaseResult(outputs=found, metrics={}, grad_norm=0.0, rng=rng)
 
     def train(self, emu: str, share: Batch, micro_batch: int, objective: Objective, lr: float) -> PhaseResult:
         """Collective over the stage: one optimizer step on this slot's share of a mini-batch."""
@@ -256,6 +250,7 @@ class Slot:
         phase = f"update_{emu.split('.', maxsplit=1)[0]}"
         with self._first_use(emu, phase), self.ledger.in_phase(phase):
             rng = self._seed(emu)
+            share = over_tensors(share, lambda tensor: tensor.to(state.device()))
             with meter.counting():
                 result = train(
                     engine,
@@ -337,7 +332,8 @@ class Slot:
                 yield shard.tensor, spec.tensor(shard.tensor).shape, shard.box.start, data
         for tensor in spec.tensors:  # a rank without rows of the vocabulary offers an empty box
             if self.generation is not None and tensor.name not in given:
-                yield tensor.name, tensor.shape, (*tensor.shape[:1], 0), torch.empty(0, tensor.shape[-1])
+                empty = torch.empty(0, tensor.shape[-1], device=state.device())
+                yield tensor.name, tensor.shape, (*tensor.shape[:1], 0), empty
 
     def generate(self, requests: list[Request]) -> list[Completion]:
         """Collective over the slots of one engine, which are given the same requests; others return nothing."""
@@ -373,7 +369,3 @@ class Slot:
     def pid(self) -> int:
         """The process's number."""
         return os.getpid()
-
-    def clock(self) -> float:
-        """Seconds of this host's monotonic clock."""
-        return time.monotonic()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from nereus.config import Config, PlanConfig, RunConfig
+from nereus.config import Config, PlanConfig, RunConfig, StageConfig
 from nereus.runtime.journal import read_journal
 from nereus.runtime.pool import SlotPool
 from nereus.runtime.real import RealWorld
