@@ -5,6 +5,7 @@ NereusError
   InfeasiblePlan    a plan cannot hold its models in the slots it names
   SlotOutOfMemory   a slot's ledger refused an entry beyond its budget
   TransferFailed    bytes on the wire are not the plan's, or a peer did not answer
+  StorageMismatch   an engine's real storage is not what nereus.storage says
   DigestMismatch    state after a movement is not the state before it
   InvalidEvent      the controller was told something that cannot be true now
   JournalError      a run folder cannot be read or written
@@ -49,6 +50,10 @@ class SlotOutOfMemory(NereusError):
 
 class TransferFailed(NereusError):
     """Bytes on the wire are not the plan's, or a peer did not answer in time."""
+
+
+class StorageMismatch(NereusError):
+    """An engine's real storage is not what `nereus.storage` says: another version of the engine, or a fault there."""
 
 
 class DigestMismatch(NereusError):

@@ -19,7 +19,7 @@ OLD, NEXT = "old", "next"
 
 @dataclass(kw_only=True)
 class ChangeRecord:
-    """What a change did: seconds by part (all of them in the pause, but for `plan`), bytes, digests, state version."""
+    """What a change did: seconds by part (all of them in the pause), bytes, digests, state version."""
 
     transition: str
     step: int
@@ -37,8 +37,8 @@ class ChangeRecord:
 
     @property
     def pause_seconds(self) -> float:
-        """How long the job stood still."""
-        return sum(s for part, s in self.seconds.items() if part != "plan")
+        """How long the job stood still: planning too happens between two steps, with the slots idle."""
+        return sum(self.seconds.values())
 
 
 class ChangeUndone(Exception):  # an outcome, not an error: the job goes on

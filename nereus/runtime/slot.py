@@ -202,9 +202,10 @@ class Slot:
         engine.optimizer_steps = 0
         self.steps[emu] = 0
 
-    def fetch(self, emu: str, label: str = "") -> dict[Shard, Tensor]:
-        """Copies of this slot's shards of an EMU (tests, exports); not for movement."""
-        return {s: t.clone() for s, t in self._sources((emu,), label).items()}
+    def fetch(self, emu: str, component: str = "") -> dict[Shard, Tensor]:
+        """Copies of this slot's shards of an EMU, of one component or all (tests, exports); not for movement."""
+        held = self._sources((emu,), "").items()
+        return {s: t.clone() for s, t in held if component in ("", s.component)}
 
     # -- phases --------------------------------------------------------------------------------------------------
 

@@ -61,7 +61,7 @@ def one_step(scene: Scene, name: str, batch: Batch, micro_batch: int, shares: tu
     scene.pool.call_all("reset_optimizer", emu_name(stage))
     kind = "value" if name == "critic_train" else "policy"
     row = scene.phases.update(stage, batch, objective(kind, batch), 0.0)
-    moments = {t: v for (c, t), v in scene.tensors(emu_name(stage)).items() if c == "exp_avg"}
+    moments = {t: v for (_, t), v in scene.tensors(emu_name(stage), "exp_avg").items()}
     key = "critic/vf_loss" if kind == "value" else "actor/loss"
     return row[key], row[f"{stage.model}/grad_norm"], moments  # exp_avg after one step is (1 - beta1) x gradient
 

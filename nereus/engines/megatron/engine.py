@@ -27,7 +27,7 @@ from nereus.config import AlgorithmConfig
 from nereus.engines.megatron.groups import ModelGroups
 from nereus.engines.megatron.heads import ValueHead
 from nereus.engines.world import ProcessWorld
-from nereus.errors import DigestMismatch
+from nereus.errors import StorageMismatch
 from nereus.layout import Coordinates, StagePlan
 from nereus.model import ModelSpec
 from nereus.storage import (
@@ -224,7 +224,7 @@ class TrainEngine:
         real = [(n, tuple(t.shape), str(t.dtype).removeprefix("torch.")) for n, t in self._tensors.items()]
         said = [(p.name, p.shape, p.dtype) for p in self.params]
         if real != said:
-            raise DigestMismatch(f"Megatron's parameters are not those of nereus.storage:\n{real}\n{said}")
+            raise StorageMismatch(f"Megatron's parameters are not those of nereus.storage:\n{real}\n{said}")
         if self.optimizer is None or not isinstance(self._inner, DistributedOptimizer):
             return
         owned = owned_ranges(self.params, self.stage.layout.dp, self.at.dp)
@@ -235,7 +235,7 @@ class TrainEngine:
                 real_range = None
             found = None if real_range is None else (real_range.start, real_range.end)
             if found != owned.get(name):
-                raise DigestMismatch(f"{name}: the optimizer owns {found}, nereus.storage says {owned.get(name)}")
+                raise StorageMismatch(f"{name}: the optimizer owns {found}, nereus.storage says {owned.get(name)}")
 
     def _main(self, parameter: Tensor) -> Tensor:
         """The tensor that the optimizer steps for a parameter: its owned flat shard, its float32 master, or itself."""
