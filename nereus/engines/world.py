@@ -61,6 +61,8 @@ class ProcessWorld:
             world_size=size,
             timeout=self._timeout,
         )
+        if cuda:  # NCCL wants a collective of all ranks before point-to-point operations of some
+            dist.barrier()
         self._default: dist.ProcessGroup | None = c10d._get_default_group()
         self._subs: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
 

@@ -98,29 +98,22 @@ def _turn(
 ) -> None:
     """One round: at most one bucket each way."""
     device = next(iter(sources.values() or targets.values())).device if sources or targets else torch.device("cpu")
-    buffers: list[tuple[Bucket, Tensor]] = []
-    works: list[dist.Work | None] = []
-    staged = 0
+    buffers = [(b, torch.empty(b.size_bytes, dtype=torch.uint8, device=device)) for b in receives]
+    operations = [dist.P2POp(dist.irecv, buffer, bucket.source) for bucket, buffer in buffers]
+    for bucket in sends:
+        buffer = torch.empty(bucket.size_bytes, dtype=torch.uint8, device=device)
+        for piece, span in _spans(bucket, buffer):
+            span.copy_(_part(sources[piece.held], piece.held, piece.box))
+        operations.append(dist.P2POp(dist.isend, buffer, bucket.destination))
     try:
-        for bucket in receives:
-            buffer = torch.empty(bucket.size_bytes, dtype=torch.uint8, device=device)
-            buffers.append((bucket, buffer))
-            works.append(dist.irecv(buffer, src=bucket.source))
-            traffic.received_bytes += buffer.numel()
-            staged += buffer.numel()
-        for bucket in sends:
-            buffer = torch.empty(bucket.size_bytes, dtype=torch.uint8, device=device)
-            for piece, span in _spans(bucket, buffer):
-                span.copy_(_part(sources[piece.held], piece.held, piece.box))
-            works.append(dist.isend(buffer, dst=bucket.destination))
-            traffic.sent_bytes += buffer.numel()
-            staged += buffer.numel()
-        for work in works:
-            if work is not None:
-                work.wait()
+        for work in dist.batch_isend_irecv(operations):  # one group on NCCL, one by one on gloo
+            work.wait()
     except RuntimeError as error:
         peers = sorted({b.source for b in receives} | {b.destination for b in sends})
         raise TransferFailed(f"transfer with slots {peers} failed: {error}") from error
+    traffic.received_bytes += sum(buffer.numel() for _, buffer in buffers)
+    traffic.sent_bytes += sum(o.tensor.numel() for o in operations if o.op is dist.isend)
+    staged = sum(o.tensor.numel() for o in operations)
     traffic.staged_bytes = max(traffic.staged_bytes, staged)
     for bucket, buffer in buffers:
         for piece, span in _spans(bucket, buffer):

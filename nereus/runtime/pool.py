@@ -89,7 +89,7 @@ def _own_session() -> Iterator[None]:
     A signal to the driver's process group (Ctrl-C in a terminal, `timeout`, a batch system) then reaches the driver
     alone, which stops at a safe point. They still end with the driver: Ray sets the parent-death signal.
     """
-    popen = services.ConsolePopen
+    popen = services.ConsolePopen  # private: an AttributeError here means that Ray has moved it
     services.ConsolePopen = functools.partial(popen, start_new_session=True)  # type: ignore[misc,assignment]
     try:
         yield
