@@ -1,13 +1,27 @@
 CONFIG ?= experiments/quickstart.yaml
 ARGS ?=
+EXPERIMENT ?= quickstart_pair
 
-.PHONY: run test check setup clean
+.PHONY: run test experiments analysis slurm-test baselines-check check setup clean
 
 run: setup  ## train CONFIG (dotted overrides in ARGS)
 	@.venv/bin/nereus train $(CONFIG) $(ARGS)
 
 test: setup  ## all tests; ARGS are pytest's
 	@OMP_NUM_THREADS=1 .venv/bin/python -m pytest $(ARGS)
+
+experiments: setup  ## carry out EXPERIMENT (finished runs are skipped; overrides and --only in ARGS) and collect its table
+	@.venv/bin/nereus experiment run $(EXPERIMENT) $(ARGS)
+	@.venv/bin/nereus experiment collect $(EXPERIMENT) $(ARGS)
+
+analysis: setup  ## draw every figure of analysis/ into analysis/figures/, from collected tables or marked samples
+	@failed=0; for script in analysis/*.py; do .venv/bin/python "$$script" || { echo "$$script failed" >&2; failed=1; }; done; exit $$failed
+
+slurm-test: setup  ## jobs on a real Slurm of two nodes on this host (root; installs slurm-wlm and munge if missing)
+	@NEREUS_SLURM_TEST=1 OMP_NUM_THREADS=1 .venv/bin/python -m pytest tests/slurm $(ARGS)
+
+baselines-check: setup  ## verl's own parser judges our command lines (own environment in build/verl, 1 GB; needs the index once)
+	@.venv/bin/python -m baselines.verl.check
 
 check: setup  ## ruff, pyright, import rule
 	@bash scripts/check

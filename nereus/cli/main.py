@@ -12,9 +12,12 @@ from dataclasses import dataclass
 from io import TextIOWrapper
 from pathlib import Path
 
+from nereus.cli.compare import add_compare, compare
 from nereus.cli.doctor import examine, findings_text
+from nereus.cli.experiments import Trainer, add_experiment, experiment
 from nereus.cli.folder import create_run_folder, discard_unused
 from nereus.cli.load import QUICKSTART, load_config
+from nereus.cli.submit import add_submit, submit
 from nereus.config import Config
 from nereus.errors import ConfigError, NereusError
 from nereus.report.display import Display, open_display
@@ -76,12 +79,25 @@ def _add_train(parser: ArgumentParser) -> None:
 
 def _train(arguments: Namespace) -> int:
     config, rollouts = _job(arguments)
+    _check_real_job(config, rollouts)
+    return carry_out(config, rollouts, _run_real_job)
+
+
+def _check_real_job(config: Config, rollouts: Path | None) -> None:
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # layouts are written with a middle dot
     from nereus.runtime.run import check_job  # seconds, and much memory
 
     check_job(config, rollouts)
-    return carry_out(config, rollouts, _run_real_job)
+
+
+def _experiment(arguments: Namespace) -> int:
+    def check(config: Config) -> None:
+        validate(config)
+        check_mirror(config)
+        _check_real_job(config, None)
+
+    return experiment(arguments, Trainer(check=check, run_job=_run_real_job, carry_out=carry_out))
 
 
 def _job(arguments: Namespace) -> tuple[Config, Path | None]:
@@ -156,7 +172,10 @@ def _run_folder(key: str, name: str) -> Path:
 
 COMMANDS = {
     "train": Command(help="run PPO; its layout changes live", add=_add_train, run=_train),
+    "experiment": Command(help="carry out the runs of an experiment", add=add_experiment, run=_experiment),
+    "submit": Command(help="give a run to Slurm", add=add_submit, run=submit),
     "report": Command(help="print the summary of a run", add=_add_report, run=_report),
+    "compare": Command(help="show runs side by side", add=add_compare, run=compare),
     "doctor": Command(help="say what this machine has and what a run would miss", add=_add_doctor, run=_doctor),
 }
 

@@ -13,14 +13,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import ray
 from ray._private import services
 from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from nereus.engines.vllm.boot import ENVIRONMENT
 from nereus.errors import NereusError, SlotFailed
 
 DEATH_SECONDS = 3.0  # how long after a slot's error another slot's death is waited for, which may be its cause
+JOIN_POLL_SECONDS = 0.2
 RAY_ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
@@ -43,8 +46,13 @@ class SlotActor:
         self._number = number
         self._slot: Any = None
 
-    def boot(self) -> int:
+    def boot(self, several_hosts: bool) -> int:
         """Imports the engines and makes the slot; returns its process number."""
+        from nereus.engines.vllm.boot import ENVIRONMENT  # the module's own: Ray pickles this class with its globals
+
+        if several_hosts:
+            ENVIRONMENT.update(_network(ray.util.get_node_ip_address()))
+            os.environ.update(ENVIRONMENT)
         from nereus.runtime.slot import Slot  # half a minute of imports, wanted here
 
         self._slot = Slot(self._number)
@@ -62,14 +70,25 @@ class SlotActor:
         return getattr(self._slot, method)(*arguments)
 
 
-def start_ray(slots: int) -> None:
-    """Starts Ray on loopback with `slots` slots, or joins the cluster that RAY_ADDRESS names."""
+def _network(address: str) -> dict[str, str]:
+    """What tells gloo and vLLM by which address the slots of this host are reached from others; else it is loopback."""
+    for interface, addresses in psutil.net_if_addrs().items():
+        if any(each.address == address for each in addresses):
+            return {"GLOO_SOCKET_IFNAME": interface, "VLLM_HOST_IP": address}
+    return {}
+
+
+def start_ray(slots: int, timeout_seconds: float) -> None:
+    """Starts Ray on loopback with `slots` slots, or joins the cluster that RAY_ADDRESS names.
+
+    A cluster may still be growing: SlotFailed when after `timeout_seconds` it has fewer than `slots` slots.
+    """
     os.environ.update(ENVIRONMENT)
     os.environ.update(RAY_ENVIRONMENT)
     logging.getLogger("ray").setLevel(logging.ERROR)
     quiet = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": True}
     if os.environ.get("RAY_ADDRESS"):
-        ray.init(**quiet)
+        _join_cluster(quiet, slots, timeout_seconds)
         return
     with _own_session():
         ray.init(
@@ -80,6 +99,32 @@ def start_ray(slots: int) -> None:
             _node_ip_address="127.0.0.1",
             **quiet,
         )
+
+
+def _join_cluster(quiet: Mapping[str, Any], slots: int, timeout_seconds: float) -> None:
+    address, deadline = os.environ["RAY_ADDRESS"], time.monotonic() + timeout_seconds
+    try:
+        ray.init(**quiet)
+    except (ConnectionError, RuntimeError) as error:
+        raise SlotFailed(f"no Ray cluster answers at RAY_ADDRESS = {address}: {error}") from error
+    while len(places := _places()) < slots:
+        if time.monotonic() > deadline:
+            found = ", ".join(f"{node['NodeName']} {node['Resources'].get('slot', 0):.0f}" for node in _nodes())
+            ray.shutdown()
+            raise SlotFailed(
+                f"the Ray cluster at {address} has {len(places)} of {slots} slots after {timeout_seconds:.0f} s: {found}"
+            )
+        time.sleep(JOIN_POLL_SECONDS)
+
+
+def _nodes() -> list[dict[str, Any]]:
+    """The live Ray nodes, by name."""
+    return sorted((node for node in ray.nodes() if node["Alive"]), key=lambda node: str(node["NodeName"]))
+
+
+def _places() -> list[str]:
+    """The Ray node of each slot: the first node's slots come first, so that neighbours share a node."""
+    return [node["NodeID"] for node in _nodes() for _ in range(int(node["Resources"].get("slot", 0)))]
 
 
 @contextmanager
@@ -116,17 +161,24 @@ class SlotPool:
         self.numbers = tuple(range(slots))
         self._logs, self._timeout_seconds = logs, phase_timeout_seconds
         note(f"starting {slots} slots")
-        start_ray(slots)
+        start_ray(slots, start_timeout_seconds)
         self._actors: dict[int, Any] = {}
         self.pids: dict[int, int] = {}
         try:
             gpus = 1 if ray.cluster_resources().get("GPU", 0) >= slots else 0  # a GPU each where there are enough
-            for number in self.numbers:
-                options = SlotActor.options(num_cpus=0, num_gpus=gpus, resources={"slot": 1.0}, max_restarts=0)
+            for number, node in zip(self.numbers, _places(), strict=False):
+                options = SlotActor.options(
+                    num_cpus=0,
+                    num_gpus=gpus,
+                    resources={"slot": 1.0},
+                    max_restarts=0,
+                    scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
+                )
                 self._actors[number] = options.remote(number, str(self._log(number)))
             note("importing engines in the slots")
             started = time.monotonic()
-            boots = {number: actor.boot.remote() for number, actor in self._actors.items()}
+            several_hosts = len({node["NodeManagerAddress"] for node in _nodes()}) > 1
+            boots = {number: actor.boot.remote(several_hosts) for number, actor in self._actors.items()}
             self.pids = self._collect("boot", boots, start_timeout_seconds)
             note(f"slots are up after {time.monotonic() - started:.0f} s")
             address, port = ray.get(self._actors[0].meeting_place.remote())

@@ -130,9 +130,9 @@ class Scene:
         change_plan(self.job, changed_plan(self.job.plan, PlanChange(**stages), self.config), record, self.journal)
         return record
 
-    def tensors(self, emu: str) -> dict[tuple[str, str], torch.Tensor]:
-        """The whole state of an EMU, put together from all slots: {(component, tensor): full tensor}."""
-        return assemble(self.job.specs[emu.split(".", maxsplit=1)[0]], self.pool.call_all("fetch", emu))
+    def tensors(self, emu: str, component: str = "") -> dict[tuple[str, str], torch.Tensor]:
+        """The state of an EMU, put together from all slots: {(component, tensor): full tensor}."""
+        return assemble(self.job.specs[emu.split(".", maxsplit=1)[0]], self.pool.call_all("fetch", emu, component))
 
 
 def assemble(spec: Any, by_slot: Mapping[int, Mapping[Any, torch.Tensor]]) -> dict[tuple[str, str], torch.Tensor]:

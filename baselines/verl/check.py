@@ -1,0 +1,199 @@
+"""Has verl's own parser judge the command lines of experiments/ppo_8b.py: `make baselines-check`.
+
+Exit codes: 0 accepted with our values, or skipped because the package index is out of reach; 1 otherwise.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from baselines.verl.command import PROGRAM, Engine, argv
+from baselines.verl.environment import FOLDER, IndexOutOfReach, interpreter, size_bytes
+from experiments import ppo_8b
+from nereus.errors import NereusError
+from nereus.experiment import Run
+
+PARSE = Path(__file__).with_name("parse.py")
+MODEL_FOLDER, ANSWERS = FOLDER.with_name("model"), FOLDER.with_name("answers.json")
+PARSE_SECONDS = 300
+MISSING = object()
+Case = tuple[Run, Engine]
+BAD = {  # commands that verl must refuse, else this check shows nothing: what is wrong, and words of verl's answer
+    "an unknown key": (["trainer.no_such_key=1"], "trainer.no_such_key"),
+    "an unknown aggregation": (["actor_rollout_ref.actor.loss_agg_mode=mean"], "Invalid loss_agg_mode"),
+    "a mini-batch larger than the batch": (["data.train_batch_size=16"], "must be >= actor.ppo_mini_batch_size (64)"),
+    "a layout that does not divide the GPUs": (
+        ["actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=3"],
+        "must be divisible by model_parallel_size (12)",
+    ),
+}
+
+
+def main() -> int:
+    """Makes the environment, asks verl, and says what it answered."""
+    began = time.monotonic()
+    try:
+        python = interpreter()
+    except IndexOutOfReach as error:
+        say(f"skipped: {error}")
+        return 0
+    except NereusError as error:
+        say(f"failed: {error}")
+        return 1
+    say(f"verl's environment: {size_bytes() / 1e6:,.0f} MB in {FOLDER}, {time.monotonic() - began:.0f} s")
+    began = time.monotonic()
+    megatron = ppo_8b.runs()
+    cases: list[Case] = [*((run, "megatron") for run in megatron), (sharded(megatron[0]), "fsdp")]
+    complaints = list(judge(python, cases))
+    for complaint in complaints:
+        say(complaint)
+    say(f"{'FAILED' if complaints else 'ok'}, {time.monotonic() - began:.0f} s")
+    return 1 if complaints else 0
+
+
+def say(text: str) -> None:
+    """One line of the check."""
+    print(f"baselines-check: {text}", flush=True)  # noqa: T201 - the command prints
+
+
+def sharded(run: Run) -> Run:
+    """The run with every model sharded over all its GPUs, as FSDP has it."""
+    stage = replace(run.plan.actor_train, tp=1, pp=1, dp=run.fleet.slots)
+    plan = replace(run.plan, actor_train=stage, critic_train=stage, reference_infer=stage)
+    return replace(run, variant=f"{run.variant}-fsdp", plan=plan)
+
+
+def judge(python: Path, cases: Sequence[Case]) -> Iterator[str]:
+    """What is wrong: a command that verl refuses, a value that is not ours, a wrong command that it takes."""
+    good = [list(argv(run, engine)[len(PROGRAM) :]) for run, engine in cases]
+    write_model(cases[0][0], MODEL_FOLDER)
+    answers = ask(python, [*good, *([*good[0], *more] for more, _ in BAD.values())])
+    for (run, engine), overrides, answer in zip(cases, good, answers, strict=False):
+        if answer["refused"]:
+            yield f"{run.run_id}: verl refuses it: {answer['refused']}"
+            continue
+        wanted = expected(run, engine)
+        wrong = list(different({**stated(overrides), **wanted}, answer["job"]))
+        yield from (f"{run.run_id}: {line}" for line in wrong)
+        if not wrong:
+            say(f"{run.run_id}: accepted, {len(overrides)} settings taken over, {len(wanted)} values are the Run's")
+    for (what, (_, words)), answer in zip(BAD.items(), answers[len(good) :], strict=True):
+        if words not in answer["refused"]:
+            yield f"{what}: expected a refusal with {words!r}, so this check cannot fail; verl said {answer['refused']!r}"
+        else:
+            say(f"{what} is refused")
+
+
+def ask(python: Path, commands: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
+    """verl's answers, one for each list of overrides."""
+    asked = json.dumps({"commands": commands, "model_folder": str(MODEL_FOLDER.resolve())})
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "VERL", "RAY"))}
+    environment = {**kept, "HF_HUB_OFFLINE": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(
+        [str(python), "-P", str(PARSE), str(ANSWERS)],
+        input=asked, capture_output=True, text=True, check=False, env=environment, timeout=PARSE_SECONDS,
+    )  # fmt: skip
+    if done.returncode:
+        raise SystemExit(f"baselines-check: verl's environment fails:\n{done.stderr[-2000:]}")
+    return json.loads(ANSWERS.read_text(encoding="utf-8"))
+
+
+def write_model(run: Run, folder: Path) -> None:
+    """A config.json with the Run's shapes, for verl's critic, whose dataclass opens the model; no weights."""
+    model = run.workload.model
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "num_hidden_layers": model.layers,
+        "hidden_size": model.hidden,
+        "num_attention_heads": model.heads,
+        "num_key_value_heads": model.kv_heads,
+        "head_dim": model.head_dim,
+        "intermediate_size": model.ffn,
+        "vocab_size": model.vocab,
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+
+
+def expected(run: Run, engine: Engine) -> dict[str, object]:
+    """What the composed job must say of the Run, written independently of command.py; verl's interpolations included."""
+    data, a, plan = run.workload.data, run.workload.algorithm, run.plan
+    mini_batch = data.prompts_per_step // a.mini_batches
+    actor, rollout = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+    values: dict[str, object] = {
+        "data.train_batch_size": data.prompts_per_step,
+        f"{actor}.rollout_n": data.samples_per_prompt,
+        "critic.rollout_n": data.samples_per_prompt,
+        f"{rollout}.prompt_length": data.max_prompt_tokens,
+        f"{rollout}.response_length": data.max_response_tokens,
+        f"{rollout}.tensor_model_parallel_size": plan.actor_generate.tp,
+        f"{actor}.clip_ratio_low": a.clip_ratio_low,
+        f"{actor}.clip_ratio_high": a.clip_ratio_high,
+        f"{actor}.optim.lr": a.actor_lr,
+        "critic.optim.lr": a.critic_lr,
+        "critic.cliprange_value": a.value_clip,
+        "algorithm.lam": a.lam,
+        "algorithm.kl_ctrl.kl_coef": a.kl_coef,
+        "algorithm.use_kl_in_reward": a.kl_coef > 0,
+    }
+    for model in (actor, "critic"):
+        values[f"{model}.ppo_mini_batch_size"] = mini_batch
+        values[f"{model}.ppo_epochs"] = a.epochs
+        values[f"{model}.loss_agg_mode"] = a.loss_agg_mode
+        values[f"{model}.use_dynamic_bsz"] = False
+        values[f"{model}.ppo_micro_batch_size_per_gpu"] = plan.actor_train.micro_batch
+    for model in (actor, "actor_rollout_ref.ref", "critic"):
+        values[f"{model}.strategy"] = "megatron" if engine == "megatron" else "fsdp2"
+        if engine == "megatron":
+            values[f"{model}.megatron.tensor_model_parallel_size"] = plan.actor_train.tp
+            values[f"{model}.megatron.pipeline_model_parallel_size"] = plan.actor_train.pp
+            values[f"{model}.megatron.context_parallel_size"] = 1
+    return values
+
+
+def stated(overrides: Sequence[str]) -> dict[str, object]:
+    """The settings of a command line, each as its text says it."""
+    pairs = (override.lstrip("+").split("=", 1) for override in overrides)
+    return {key: value for key, value in pairs if key != "model_engine"}
+
+
+def different(wanted: Mapping[str, object], job: Mapping[str, Any]) -> Iterator[str]:
+    """The values of the composed job that are not the wanted ones; the text of a command line stands for its value."""
+    for key, value in wanted.items():
+        found = look_up(job, key)
+        if not same(value, found):
+            yield f"{key}: expected {value!r}, verl has {'nothing' if found is MISSING else repr(found)}"
+
+
+def look_up(job: Mapping[str, Any], key: str) -> object:
+    """The value at a dotted key, MISSING where there is none."""
+    found: Any = job
+    for part in key.split("."):
+        if not isinstance(found, Mapping) or part not in found:
+            return MISSING
+        found = found[part]
+    return found
+
+
+def same(value: object, found: object) -> bool:
+    """Whether they are equal, or `value` is the text that Hydra reads as `found`."""
+    if value == found or not isinstance(value, str) or found is MISSING:
+        return value == found
+    if isinstance(found, list):
+        return value.strip("[]").split(",") == [str(part) for part in found]
+    if isinstance(found, bool):
+        return value == str(found).lower()
+    return isinstance(found, int | float) and float(value) == found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

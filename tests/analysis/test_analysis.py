@@ -1,0 +1,89 @@
+"""Every script in analysis/ draws from its sample: as a script, as a notebook's cells, with the same bytes each time."""
+
+import dataclasses
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import jupytext
+import polars as pl
+import pytest
+
+from nereus.report.table import read_table, write_table
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = sorted((ROOT / "analysis").glob("*.py"))
+MAX_SAMPLE_BYTES = 100_000
+
+
+def drawn(script: Path, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """The end of `script`, copied with its sample to `folder`/analysis, where there may be a collected table."""
+    (folder / "analysis/data").mkdir(parents=True, exist_ok=True)
+    shutil.copy(script, folder / "analysis")
+    shutil.copy(sample_of(script), folder / "analysis/data")
+    known = {name: value for name, value in os.environ.items() if name != "NEREUS_REQUIRE_MEASURED"}
+    known |= {"PYTHONPATH": str(ROOT), "MPLCONFIGDIR": str(folder / "matplotlib"), **environment}
+    command = [sys.executable, str(folder / "analysis" / script.name)]
+    return subprocess.run(command, cwd=folder, env=known, capture_output=True, text=True, timeout=120, check=False)
+
+
+def sample_of(script: Path) -> Path:
+    return ROOT / f"analysis/data/{script.stem}.sample.parquet"
+
+
+def figures(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted((folder / "analysis/figures").iterdir())}
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
+def test_the_sample_is_small_real_and_says_so(script: Path) -> None:
+    table, source = read_table(sample_of(script))
+    assert sample_of(script).stat().st_size < MAX_SAMPLE_BYTES
+    assert source.sample
+    assert source.measured
+    assert set(source.runs) == set(table["run_id"])
+    assert all(run.command and run.machine and run.date and run.versions for run in source.runs.values())
+    assert sample_of(script).name in (ROOT / "analysis/data/README.md").read_text()
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
+def test_the_same_sample_gives_the_same_bytes(script: Path, tmp_path: Path) -> None:
+    first, second = drawn(script, tmp_path / "a"), drawn(script, tmp_path / "b")
+    assert first.returncode == 0, first.stderr
+    assert second.returncode == 0, second.stderr
+    assert "SAMPLE DATA" in first.stdout
+    assert {Path(name).suffix for name in figures(tmp_path / "a")} >= {".png", ".pdf"}
+    assert figures(tmp_path / "a") == figures(tmp_path / "b")
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
+def test_a_sample_is_refused_where_measured_data_is_required(script: Path, tmp_path: Path) -> None:
+    ended = drawn(script, tmp_path, NEREUS_REQUIRE_MEASURED="1")
+    assert ended.returncode != 0
+    message = f"is sample data, and NEREUS_REQUIRE_MEASURED is set; measure it first: make experiments EXPERIMENT={script.stem}"
+    assert message in ended.stderr.splitlines()[-1]
+    assert not (tmp_path / "analysis/figures").exists()
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
+def test_a_collected_table_goes_before_the_sample(script: Path, tmp_path: Path) -> None:
+    table, source = read_table(sample_of(script))
+    longer = table.with_columns(
+        pl.when(pl.col("metric") == "timing_s/step").then(2.0).otherwise("value").alias("value")
+    )
+    measured = dataclasses.replace(source, sample=False)
+    write_table(longer, measured, tmp_path / f"runs/{script.stem}/table.parquet")
+    ended = drawn(script, tmp_path, NEREUS_REQUIRE_MEASURED="1")
+    assert ended.returncode == 0, ended.stderr
+    assert "measured" in ended.stdout
+    assert "SAMPLE" not in ended.stdout
+    assert "2.000" in ended.stdout
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
+def test_it_opens_as_a_notebook(script: Path) -> None:
+    cells = jupytext.read(script)["cells"]
+    assert {cell["cell_type"] for cell in cells} == {"code", "markdown"}
+    assert len(cells) > 4
