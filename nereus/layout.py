@@ -129,18 +129,13 @@ def batch_shares(stage: StagePlan, samples: int) -> tuple[int, ...]:
     return tuple(parts)
 
 
-def even_pipeline(layers: int, pp: int) -> tuple[int, ...]:
-    """Layers per pipeline rank, as equal as possible."""
-    return equal_shares(layers, pp)
-
-
 def _stage_plan(config: Config, name: str, stage: StageConfig) -> StagePlan:
     model, kind = name.split("_")
     layout = Layout(
         tp=stage.tp,
         pp=stage.pp,
         dp=stage.dp,
-        pipeline=stage.pipeline or even_pipeline(config.model.layers, stage.pp),
+        pipeline=stage.pipeline or equal_shares(config.model.layers, stage.pp),
         distributed_optimizer=stage.distributed_optimizer and kind == "train",
     )
     samples = config.data.prompts_per_step * config.data.samples_per_prompt

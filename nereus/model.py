@@ -59,10 +59,6 @@ class ModelSpec:
                 return tensor
         raise KeyError(f"{self.name} has no tensor {name}")
 
-    def of_layer(self, layer: int) -> tuple[Tensor, ...]:
-        """The tensors of one decoder layer."""
-        return tuple(t for t in self.tensors if t.layer == layer)
-
     @property
     def parameters(self) -> int:
         """How many parameters the model has."""

@@ -137,11 +137,6 @@ def select(batch: Batch, rows: slice | Sequence[int]) -> Batch:
     return over_tensors(batch, lambda tensor: tensor[index])
 
 
-def even_sizes(rows: int, parts: int) -> tuple[int, ...]:
-    """Row counts that differ by at most one, larger first: even_sizes(8, 3) == (3, 3, 2)."""
-    return tuple(rows // parts + (part < rows % parts) for part in range(parts))
-
-
 def split(batch: Batch, sizes: Sequence[int]) -> tuple[Batch, ...]:
     """Consecutive runs of rows: replica shares or mini-batches, of any sizes, 0 included.
 

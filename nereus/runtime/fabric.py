@@ -7,7 +7,7 @@ time, each at most half of `transfer.bucket_bytes`. Nothing here is collective.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -46,7 +46,6 @@ class Traffic:
     sent_bytes: int = 0
     received_bytes: int = 0
     staged_bytes: int = 0
-    by_peer: dict[str, int] = field(default_factory=dict)
 
     def add(self, other: Traffic) -> None:
         """Adds another movement's traffic."""

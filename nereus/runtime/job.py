@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any
 
 from nereus.config import Config
 from nereus.errors import DigestMismatch, TransferFailed
@@ -146,8 +145,3 @@ def short(digests: Digests) -> dict[str, str]:
         key: f"{sum((rank + 1) * int(value, 16) for rank, value in enumerate(tensors.values())) & MASK:016x}"
         for key, tensors in digests.items()
     }
-
-
-def values_of(results: Mapping[int, Any], slots: Sequence[int]) -> list[Any]:
-    """Results of these slots, in this order."""
-    return [results[slot] for slot in slots]

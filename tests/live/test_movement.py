@@ -126,7 +126,7 @@ def test_bf16_weights_masters_and_moments_survive_bit_by_bit(pool: SlotPool, tmp
         scene.phases.warm_up(2)
 
 
-def test_a_corrupted_movement_is_undone(pool: SlotPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_corrupted_movement_is_undone(pool: SlotPool, tmp_path: Path) -> None:
     """State that arrives changed is found before the commit, and the plan before it goes on with the same state."""
     scene = Scene(pool, config(), tmp_path)
     scene.step()

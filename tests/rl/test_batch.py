@@ -71,11 +71,6 @@ def test_shares_and_micro_batches_join_to_the_whole(data: st.DataObject, samples
         assert torch.equal(torch.cat(parts), whole[name])
 
 
-def test_even_sizes() -> None:
-    assert batches.even_sizes(8, 3) == (3, 3, 2)
-    assert batches.even_sizes(2, 4) == (1, 1, 0, 0)
-
-
 def test_select_keeps_the_given_order_and_leaves_the_batch_alone() -> None:
     batch = built([([1], [2]), ([3], [4]), ([5], [6])])
     assert batches.select(batch, [2, 0]).tokens[:, 0].tolist() == [5, 1]
