@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import logging
 import math
 import netrc
 import os
@@ -157,6 +158,7 @@ def _open_mirror(config: Config, folder: RunFolder, note: Callable[[str], None])
     os.environ.setdefault(
         "WANDB_ERROR_REPORTING", "false"
     )  # read by wandb's own process; it would call out offline too
+    logging.raiseExceptions = False  # wandb's logger on a full disk: the journal tells it once, without tracebacks
     wandb = importlib.import_module("wandb")  # half a second: only when used
     failures = (wandb.errors.Error, OSError)
     try:
