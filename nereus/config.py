@@ -21,8 +21,17 @@ class RunConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelConfig:
-    """A Llama-like model that the run creates from its seed; the vocabulary is the byte tokenizer's."""
+    """A decoder-only model with RMS norms, rotary embeddings and gated MLPs, in the words of its HF config.
 
+    `nereus.catalogue` reads one from a Hugging Face configuration and says which architecture the values make: biases
+    of q, k and v make Qwen2, norms of q and k Qwen3; with `experts` (each with `expert_ffn`, `experts_per_token` of
+    them at a time, in every decoder layer but `dense_layers`) Qwen3-MoE with those norms and Mixtral without; else
+    Llama. `rope_factor` above 1 is Llama 3.1's scaling of long wavelengths. A run creates its model from its seed, or
+    takes the one in `folder`, a Hugging Face folder or an imported checkpoint, which then gives the other values. The
+    default vocabulary is the byte tokenizer's.
+    """
+
+    folder: str = ""
     layers: int = 4
     hidden: int = 128
     heads: int = 8
@@ -33,7 +42,15 @@ class ModelConfig:
     dtype: str = "float32"
     norm_eps: float = 1e-5
     rope_theta: float = 10000.0
+    rope_factor: float = 1.0
     init_std: float = 0.02
+    tie_embeddings: bool = False
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    experts: int = 0
+    experts_per_token: int = 0
+    expert_ffn: int = 0
+    dense_layers: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,12 +137,17 @@ class StageConfig:
     """How one model-stage is cut. `slots` and `shares` default to the first slots and to equal shares.
 
     `pipeline` gives decoder layers per pipeline rank (default: even). `distributed_optimizer` shards moments and
-    masters over DP. `micro_batch` is in samples.
+    masters over DP. `micro_batch` is in samples. `cp` cuts sequences, `ep` spreads experts over ranks and `etp` cuts
+    each expert (default: as `tp`); `order` is the order of ranks, fastest first.
     """
 
     tp: int = 1
     pp: int = 1
     dp: int = 1
+    cp: int = 1
+    ep: int = 1
+    etp: int | None = None
+    order: str = "tp-cp-ep-dp-pp"
     pipeline: tuple[int, ...] | None = None
     slots: tuple[int, ...] | None = None
     shares: tuple[int, ...] | None = None
@@ -162,6 +184,17 @@ class ChangeConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointConfig:
+    """Checkpoints of the run, below its folder: after each `every_steps` steps (0: none while it runs) and at its end.
+
+    The end is the last step or an orderly stop. The last `keep_count` are kept; with 0 nothing is saved at all.
+    """
+
+    every_steps: int = 0
+    keep_count: int = 2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class LoggerConfig:
     """W&B: `auto` is online when the user is logged in and offline otherwise; also `offline`, `online`, `off`."""
 
@@ -183,4 +216,5 @@ class Config:
     transfer: TransferConfig = field(default_factory=TransferConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)
     changes: tuple[ChangeConfig, ...] = ()
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logger: LoggerConfig = field(default_factory=LoggerConfig)

@@ -9,10 +9,14 @@ NereusError
   DigestMismatch    state after a movement is not the state before it
   InvalidEvent      the controller was told something that cannot be true now
   JournalError      a run folder cannot be read or written
+  CheckpointError   a checkpoint cannot be written, read or trusted; names the file
   SlotFailed        a slot process raised or died; carries its traceback
 """
 
 from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
 
 
 class NereusError(Exception):
@@ -68,5 +72,16 @@ class JournalError(NereusError):
     """A run folder cannot be read or written."""
 
 
+class CheckpointError(NereusError):
+    """A checkpoint cannot be written, read or trusted: names the folder and the file, and what is wrong with it."""
+
+
 class SlotFailed(NereusError):
     """A slot process raised or died; the message carries the slot and its traceback."""
+
+
+def near(name: str, known: Iterable[str]) -> str:
+    """What an error says about a name that is none of `known`: the nearest ones, or all when nothing is near."""
+    names = sorted(known)
+    close = difflib.get_close_matches(name, names, n=3)
+    return f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(names)}"

@@ -9,15 +9,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from nereus.config import Config
+from nereus.config import Config, ModelConfig
 from nereus.errors import InfeasiblePlan
-from nereus.layout import Plan, StagePlan, changed_plan, first_plan
-from nereus.model import DTYPE_BYTES, ModelSpec, models_of
+from nereus.layout import Plan, StagePlan, first_plan
+from nereus.model import DTYPE_BYTES, ModelSpec, is_sparse, models_of
 from nereus.storage import holding, megatron_params, owned_ranges, round_up, vocab_rows
+from nereus.transition import placed_change
 
 OVERHEAD_BYTES = 48 << 20
 """Communicators, engine tables and first-use caches of a slot on the CPU: 30 to 45 MB measured in the quickstart's ledgers."""
 LOGIT_COPIES = 6
+RNG_BYTES = 5056
+"""A torch generator's state on the CPU (torch.get_rng_state); on CUDA it is 16."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,36 +37,63 @@ class SlotPeak:
         return sum(self.components.values())
 
 
-def resident(spec: ModelSpec, stage: StagePlan, rank: int) -> dict[str, int]:
-    """Bytes that a Megatron stage keeps on a rank between phases: weights, grads, optimizer."""
+def state_bytes(spec: ModelSpec, stage: StagePlan, rank: int) -> dict[str, int]:
+    """Bytes that a Megatron stage keeps on a rank between phases, by component.
+
+    weights; where it trains also grads (float32, of all local weights), masters (of weights that are not float32) and
+    moments (two, float32), each of the elements whose optimizer state the rank owns; rng.
+    """
     at = stage.layout.coordinates(rank)
-    params = megatron_params(spec, stage.layout, at.tp, at.pp)
+    params = megatron_params(spec, stage.layout, at)
     weights = sum(p.elements * DTYPE_BYTES[p.dtype] for p in params)
     if stage.stage != "train":
-        return {"weights": weights}
-    owned = owned_ranges(params, stage.layout.dp, at.dp) if stage.layout.distributed_optimizer else {}
-    optimizer = 0
-    for param in params:
-        whole = (0, 0) if stage.layout.distributed_optimizer else (0, param.elements)
-        start, stop = owned.get(param.name, whole)
-        optimizer += (stop - start) * 4 * (2 if param.dtype == "float32" else 3)
-    return {"weights": weights, "grads": sum(p.elements for p in params) * 4, "optimizer": optimizer}
+        return {"weights": weights, "rng": RNG_BYTES}
+    owned = {name: stop - start for name, (start, stop) in owned_ranges(params, stage.layout, at).items()}
+    return {
+        "weights": weights,
+        "grads": sum(p.elements for p in params) * 4,
+        "masters": sum(owned.get(p.name, 0) for p in params if p.dtype != "float32") * 4,
+        "moments": sum(owned.values()) * 8,
+        "rng": RNG_BYTES,
+    }
+
+
+def resident(spec: ModelSpec, stage: StagePlan, rank: int) -> dict[str, int]:
+    """Bytes that a Megatron stage keeps on a rank between phases as a slot's ledger has them: weights, grads, optimizer."""
+    held = state_bytes(spec, stage, rank)
+    if stage.stage != "train":
+        return {"weights": held["weights"]}
+    optimizer = held["masters"] + held["moments"]
+    return {"weights": held["weights"], "grads": held["grads"], "optimizer": optimizer}
+
+
+def kv_bytes_per_token(config: ModelConfig, tp: int) -> int:
+    """Bytes of KV cache for a token on one rank of an engine: keys and values of its KV heads in every layer.
+
+    Above `kv_heads` ranks share heads, so the bytes fall no further.
+    """
+    heads = max(config.kv_heads // tp, 1)
+    return 2 * config.layers * heads * config.head_dim * DTYPE_BYTES[config.dtype]
 
 
 def activation_bytes(spec: ModelSpec, stage: StagePlan, rank: int, width_tokens: int) -> int:
     """Bytes kept for backward on a rank at its peak: micro-batches in flight x layers x tokens x what a layer keeps.
 
     Per token and layer, over TP where cut: norms and residuals 6 h, qkv and their rotations 3 (q + 2 k), scores and
-    probabilities 3 heads S, attention output 2 q, MLP 4 f; the last rank adds the logits' copies.
+    probabilities 3 heads S, attention output 2 q, MLP 4 f; the last rank adds the logits' copies. A layer with experts
+    has 4 f and 2 h (sent and received) for each of a token's experts, as if all experts took equal shares.
     """
     c, layout = spec.config, stage.layout
     at = layout.coordinates(rank)
     queries, keys = c.heads * c.head_dim // layout.tp, 2 * c.kv_heads * c.head_dim // layout.tp
     scores = 3 * c.heads // layout.tp * width_tokens
-    per_token = 6 * c.hidden + 3 * (queries + keys) + 2 * queries + scores + 4 * c.ffn // layout.tp
+    attention = 6 * c.hidden + 3 * (queries + keys) + 2 * queries + scores
+    dense = attention + 4 * c.ffn // layout.tp
+    sparse = attention + c.experts_per_token * (4 * c.expert_ffn // layout.expert_tp + 2 * c.hidden)
+    elements = sum(sparse if is_sparse(c, layer) else dense for layer in layout.layers(at.pp))
     in_flight = layout.pp - at.pp
-    tokens = stage.micro_batch * width_tokens
-    kept = in_flight * len(layout.layers(at.pp)) * tokens * per_token * max(DTYPE_BYTES[c.dtype], 2)
+    tokens = stage.micro_batch * -(-width_tokens // layout.cp)
+    kept = in_flight * elements * tokens * max(DTYPE_BYTES[c.dtype], 2)
     return kept + logit_bytes(spec, stage, rank, width_tokens)
 
 
@@ -110,7 +140,7 @@ def check_memory(config: Config) -> None:
     plan = first_plan(config)
     _check_plan(config, "plan", plan)
     for index, change in enumerate(config.changes):
-        plan = changed_plan(plan, change.plan, config)
+        plan = placed_change(config, plan, change.plan)
         _check_plan(config, f"changes[{index}].plan", plan)
 
 

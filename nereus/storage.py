@@ -1,13 +1,15 @@
 """How each engine keeps a rank's boxes in its own storage: pure arithmetic over ModelSpec and Layout.
 
 Megatron-core (0.16) interleaves q, k, v per KV group into linear_qkv, fuses gate and up into linear_fc1, pads the
-vocabulary, and shards optimizer state over DP as a flat range of one contiguous buffer: parameters in reverse order,
-each at a multiple of 64 elements, the end padded to lcm(dp, 128) (param_and_grad_buffer.py). vLLM cuts the same
-tensors by tensor parallelism alone. The engines check at every build that their real storage is what is said here.
+vocabulary, keeps a rank's experts one after the other, and shards optimizer state over DP (and CP; experts over their
+own replicas) as a flat range of each bucket of a contiguous buffer (param_and_grad_buffer.py). vLLM cuts the same
+tensors by tensor parallelism, or gives whole experts to its ranks. The engines check at every build that their real
+storage is what is said here.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from math import lcm, prod
@@ -15,10 +17,21 @@ from typing import Literal
 
 from nereus.boxes import Box, flat_boxes, whole
 from nereus.layout import Coordinates, Layout, StagePlan
-from nereus.model import EMBEDDING, FINAL_NORM, LM_HEAD, VALUE_HEAD, ModelSpec, Tensor, layer_name
+from nereus.model import (
+    EMBEDDING,
+    FINAL_NORM,
+    LM_HEAD,
+    VALUE_HEAD,
+    VOCAB_ALIGN,
+    ModelSpec,
+    Tensor,
+    expert_parts,
+    is_sparse,
+    layer_name,
+    router_part,
+)
 
 Component = Literal["weight", "master", "exp_avg", "exp_avg_sq"]
-VOCAB_ALIGN = 64
 MOMENTS: tuple[Component, ...] = ("exp_avg", "exp_avg_sq")
 
 
@@ -61,12 +74,18 @@ class Piece:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Param:
-    """A parameter of an engine on one rank: its name, local shape, type, and the pieces that fill it."""
+    """A parameter of an engine on one rank: its name, local shape, type, and the pieces that fill it.
+
+    `expert` says that it is reduced over the replicas of experts, not over data parallelism: an expert's where ep > 1;
+    `shared` that it is one of the two copies of a tied embedding, on the first and the last rank of a pipeline.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     pieces: tuple[Piece, ...]
+    expert: bool = False
+    shared: bool = False
 
     @property
     def width(self) -> int:
@@ -77,6 +96,25 @@ class Param:
     def elements(self) -> int:
         """Elements of the local parameter, padding included."""
         return prod(self.shape)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Buffer:
+    """A contiguous buffer of Megatron's DDP: parameters of one type, of experts or not, by their place in it.
+
+    `places` are offsets in elements, `buckets` the ranges that are reduced and sharded each on its own, one after the
+    other up to `end`; with the distributed optimizer starts and ends are padded.
+    """
+
+    dtype: str
+    expert: bool
+    places: Mapping[str, int]
+    buckets: tuple[tuple[int, int], ...]
+
+    @property
+    def elements(self) -> int:
+        """Elements of the buffer, padding included."""
+        return self.buckets[-1][1]
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -91,7 +129,10 @@ def vocab_rows(vocab: int, tp: int, tp_rank: int) -> tuple[int, int, int]:
 
 
 def cut_box(spec: ModelSpec, tensor: Tensor, tp: int, tp_rank: int) -> Box:
-    """The box of `tensor` on a TP rank: rows, columns, the rank's KV heads (replicated above kv_heads), or all."""
+    """The box of `tensor` on a TP rank: rows, columns, the rank's KV heads (replicated above kv_heads), or all.
+
+    For a tensor of an expert the degree and the rank are those of expert tensor parallelism.
+    """
     box = whole(tensor.shape)
     if tensor.cut == "none" or (tp == 1 and tensor.cut != "vocabulary"):
         return box
@@ -105,99 +146,230 @@ def cut_box(spec: ModelSpec, tensor: Tensor, tp: int, tp_rank: int) -> Box:
     if tensor.cut == "kv" and spec.config.kv_heads < tp:
         parts, rank = spec.config.kv_heads, tp_rank // (tp // spec.config.kv_heads)
     per = tensor.shape[0] // parts
-    return Box((rank * per, 0), ((rank + 1) * per, tensor.shape[1]))
+    return Box((rank * per, *box.start[1:]), ((rank + 1) * per, *box.stop[1:]))
 
 
-def _whole_param(spec: ModelSpec, name: str, tensor: Tensor, tp: int, tp_rank: int) -> Param:
+def generation_box(spec: ModelSpec, tensor: Tensor, layout: Layout, tp_rank: int) -> Box | None:
+    """The box of `tensor` on a rank of a vLLM engine, None where it holds nothing of it.
+
+    With ep > 1 (then ep = tp) the ranks share out whole experts, in order; without, each cuts all of them by TP.
+    """
+    if layout.ep > 1 and tensor.expert is not None:
+        return whole(tensor.shape) if tensor.expert // (spec.config.experts // layout.ep) == tp_rank else None
+    box = cut_box(spec, tensor, layout.tp, tp_rank)
+    return box if box.elements > 0 else None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Place:
+    """What of a rank's coordinates decides which weights Megatron keeps there."""
+
+    pipeline: tuple[int, ...]
+    pp_rank: int
+    tp: int
+    tp_rank: int
+    ep: int
+    ep_rank: int
+    etp: int
+    etp_rank: int
+
+    @property
+    def first(self) -> bool:
+        return self.pp_rank == 0
+
+    @property
+    def last(self) -> bool:
+        return self.pp_rank == len(self.pipeline) - 1
+
+
+def _whole_param(
+    spec: ModelSpec, name: str, tensor: Tensor, tp: int, tp_rank: int, *, expert: bool = False, shared: bool = False
+) -> Param:
     """A parameter that holds one tensor's box; a vocabulary's rows are padded at the end."""
     box = cut_box(spec, tensor, tp, tp_rank)
     shape = box.shape
     if tensor.cut == "vocabulary":
         shape = (vocab_rows(tensor.shape[0], tp, tp_rank)[2], tensor.shape[1])
     pieces = (Piece(tensor=tensor.name, box=box, row=0),) if box.elements > 0 else ()
-    return Param(name=name, shape=shape, dtype=tensor.dtype, pieces=pieces)
+    return Param(name=name, shape=shape, dtype=tensor.dtype, pieces=pieces, expert=expert, shared=shared)
 
 
-def _qkv_param(spec: ModelSpec, name: str, layer: int, tp: int, tp_rank: int) -> Param:
-    """linear_qkv: for each KV group of the rank [its q heads; k; v].
+def _qkv_param(spec: ModelSpec, name: str, layer: int, place: _Place, kind: str) -> Param:
+    """linear_qkv's weight or bias: for each KV group of the rank [its q heads; k; v].
 
     With tp above kv_heads Megatron would cut inside a group; `nereus.validate` allows that only for generation.
     """
     c = spec.config
-    q, k, v = (spec.tensor(layer_name(layer, f"self_attn.{x}_proj")) for x in "qkv")
+    q, k, v = (spec.tensor(layer_name(layer, f"self_attn.{x}_proj", kind)) for x in "qkv")
     queries = c.heads // c.kv_heads * c.head_dim
-    groups = c.kv_heads // tp
+    groups = c.kv_heads // place.tp
+    rest = q.shape[1:]
+    zeros = (0,) * len(rest)
     pieces: list[Piece] = []
     row = 0
-    for group in range(tp_rank * groups, (tp_rank + 1) * groups):
+    for group in range(place.tp_rank * groups, (place.tp_rank + 1) * groups):
         for tensor, rows in ((q, queries), (k, c.head_dim), (v, c.head_dim)):
-            box = Box((group * rows, 0), ((group + 1) * rows, c.hidden))
+            box = Box((group * rows, *zeros), ((group + 1) * rows, *rest))
             pieces.append(Piece(tensor=tensor.name, box=box, row=row))
             row += rows
-    return Param(name=name, shape=(row, c.hidden), dtype=q.dtype, pieces=tuple(pieces))
+    return Param(name=name, shape=(row, *rest), dtype=q.dtype, pieces=tuple(pieces))
 
 
-def _fc1_param(spec: ModelSpec, name: str, layer: int, tp: int, tp_rank: int) -> Param:
-    """linear_fc1: the rank's rows of gate, then its rows of up."""
-    pieces: list[Piece] = []
-    row = 0
-    dtype = spec.config.dtype
-    for part in ("mlp.gate_proj", "mlp.up_proj"):
+def _mlp_params(
+    spec: ModelSpec, prefix: str, names: tuple[str, str, str], tp: int, tp_rank: int, *, expert: bool = False
+) -> tuple[Param, Param]:
+    """linear_fc1 (the rank's rows of gate, then of up) and linear_fc2 of an MLP or an expert; `names` are the tensors'."""
+    gate, up, down = (spec.tensor(name) for name in names)
+    box = cut_box(spec, gate, tp, tp_rank)
+    rows = box.shape[0]
+    fc1 = Param(
+        name=f"{prefix}.linear_fc1.weight",
+        shape=(2 * rows, gate.shape[1]),
+        dtype=gate.dtype,
+        pieces=(Piece(tensor=gate.name, box=box, row=0), Piece(tensor=up.name, box=box, row=rows)),
+        expert=expert,
+    )
+    return fc1, _whole_param(spec, f"{prefix}.linear_fc2.weight", down, tp, tp_rank, expert=expert)
+
+
+def _attention_params(spec: ModelSpec, prefix: str, layer: int, place: _Place) -> Iterator[Param]:
+    """The parameters of a decoder layer before its MLP."""
+
+    def single(name: str, part: str) -> Param:
         tensor = spec.tensor(layer_name(layer, part))
-        box = cut_box(spec, tensor, tp, tp_rank)
-        pieces.append(Piece(tensor=tensor.name, box=box, row=row))
-        row += box.shape[0]
-    return Param(name=name, shape=(row, spec.config.hidden), dtype=dtype, pieces=tuple(pieces))
+        return _whole_param(spec, f"{prefix}.{name}.weight", tensor, place.tp, place.tp_rank)
+
+    yield single("input_layernorm", "input_layernorm")
+    yield single("self_attention.linear_proj", "self_attn.o_proj")
+    for kind in ("weight", "bias") if spec.config.qkv_bias else ("weight",):
+        yield _qkv_param(spec, f"{prefix}.self_attention.linear_qkv.{kind}", layer, place, kind)
+    for norm in "qk" if spec.config.qk_norm else "":
+        yield single(f"self_attention.{norm}_layernorm", f"self_attn.{norm}_norm")
+    yield single("pre_mlp_layernorm", "post_attention_layernorm")
 
 
-@lru_cache(maxsize=512)
-def megatron_params(spec: ModelSpec, layout: Layout, tp_rank: int, pp_rank: int) -> tuple[Param, ...]:
-    """The parameters of Megatron's GPTModel on a rank, in the order of `named_parameters()`."""
-    tp = layout.tp
+def _layer_params(spec: ModelSpec, prefix: str, layer: int, place: _Place) -> Iterator[Param]:
+    """The parameters of a decoder layer; of its experts those that the rank keeps, numbered from 0."""
+    c = spec.config
+    yield from _attention_params(spec, prefix, layer, place)
+    if not is_sparse(c, layer):
+        gate, up, down = (layer_name(layer, f"mlp.{x}_proj") for x in ("gate", "up", "down"))
+        yield from _mlp_params(spec, f"{prefix}.mlp", (gate, up, down), place.tp, place.tp_rank)
+        return
+    yield _whole_param(spec, f"{prefix}.mlp.router.weight", spec.tensor(layer_name(layer, router_part(c))), 1, 0)
+    count = c.experts // place.ep
+    for local in range(count):
+        gate, up, down = (layer_name(layer, part) for part in expert_parts(c, place.ep_rank * count + local))
+        to = f"{prefix}.mlp.experts.local_experts.{local}"
+        yield from _mlp_params(spec, to, (gate, up, down), place.etp, place.etp_rank, expert=place.ep > 1)
 
-    def single(name: str, tensor: str) -> Param:
-        return _whole_param(spec, name, spec.tensor(tensor), tp, tp_rank)
+
+@lru_cache(maxsize=2048)
+def _params(spec: ModelSpec, place: _Place) -> tuple[Param, ...]:
+    shared = spec.tied and len(place.pipeline) > 1
+
+    def outside(name: str, tensor: str) -> Param:
+        known = spec.tensor(tensor)
+        copied = shared and tensor == EMBEDDING
+        return _whole_param(spec, name, known, place.tp, place.tp_rank, shared=copied)
 
     params: list[Param] = []
-    if pp_rank == 0:
-        params.append(single("embedding.word_embeddings.weight", EMBEDDING))
-    for local, layer in enumerate(layout.layers(pp_rank)):
-        prefix = f"decoder.layers.{local}"
-        params += [
-            single(f"{prefix}.input_layernorm.weight", layer_name(layer, "input_layernorm")),
-            single(f"{prefix}.self_attention.linear_proj.weight", layer_name(layer, "self_attn.o_proj")),
-            _qkv_param(spec, f"{prefix}.self_attention.linear_qkv.weight", layer, tp, tp_rank),
-            single(f"{prefix}.pre_mlp_layernorm.weight", layer_name(layer, "post_attention_layernorm")),
-            _fc1_param(spec, f"{prefix}.mlp.linear_fc1.weight", layer, tp, tp_rank),
-            single(f"{prefix}.mlp.linear_fc2.weight", layer_name(layer, "mlp.down_proj")),
-        ]
-    if pp_rank == layout.pp - 1:
-        params.append(single("decoder.final_layernorm.weight", FINAL_NORM))
-        params.append(single("output_layer.weight", LM_HEAD if spec.head == "language" else VALUE_HEAD))
+    if place.first:
+        params.append(outside("embedding.word_embeddings.weight", EMBEDDING))
+    first = sum(place.pipeline[: place.pp_rank])
+    for local in range(place.pipeline[place.pp_rank]):
+        params += _layer_params(spec, f"decoder.layers.{local}", first + local, place)
+    if place.last:
+        params.append(outside("decoder.final_layernorm.weight", FINAL_NORM))
+        if not spec.tied:
+            params.append(outside("output_layer.weight", LM_HEAD if spec.head == "language" else VALUE_HEAD))
+        elif shared:
+            params.append(outside("output_layer.weight", EMBEDDING))
     return tuple(params)
 
 
-def owned_ranges(params: tuple[Param, ...], dp: int, dp_rank: int) -> dict[str, tuple[int, int]]:
-    """Flat range of each parameter whose optimizer state a DP rank owns (Megatron's distributed optimizer).
+def megatron_params(spec: ModelSpec, layout: Layout, at: Coordinates) -> tuple[Param, ...]:
+    """The parameters of Megatron's GPTModel on a rank, in the order of `named_parameters()`.
 
-    One buffer per type, one bucket per buffer (bucketing is off without overlap_grad_reduce).
+    Data and context parallelism do not matter; with experts every coordinate counts, for theirs follow from all.
     """
+    at = layout.coordinates(layout.rank(at))
+    place = _Place(
+        pipeline=layout.pipeline,
+        pp_rank=at.pp,
+        tp=layout.tp,
+        tp_rank=at.tp,
+        ep=layout.ep if spec.config.experts else 1,
+        ep_rank=at.ep if spec.config.experts else 0,
+        etp=layout.expert_tp if spec.config.experts else 1,
+        etp_rank=at.etp if spec.config.experts else 0,
+    )
+    return _params(spec, place)
+
+
+def buffers(params: tuple[Param, ...], layout: Layout) -> tuple[Buffer, ...]:
+    """Megatron's buffers for `params`, in its order: those of experts last, one for each type.
+
+    Parameters lie in reverse order. With the distributed optimizer each starts at a multiple of 64 elements and a
+    bucket ends at a multiple of lcm(its ranks, 128). A buffer is one bucket (bucketing is off without
+    overlap_grad_reduce), but for a copy of a tied embedding, which has one of its own.
+    """
+    kinds = dict.fromkeys((p.expert, p.dtype) for p in params)
+    return tuple(
+        _buffer([p for p in params if (p.expert, p.dtype) == kind], layout, *kind)
+        for kind in sorted(kinds, key=lambda kind: kind[0])
+    )
+
+
+def _buffer(members: list[Param], layout: Layout, expert: bool, dtype: str) -> Buffer:
+    ranks = layout.expert_dp if expert else layout.optimizer_ranks
+    start_multiple, end_multiple = (64, lcm(ranks, 128)) if layout.distributed_optimizer else (1, 1)
+    places: dict[str, int] = {}
+    buckets: list[tuple[int, int]] = []
+    first = end = 0
+
+    def close_bucket() -> None:
+        nonlocal first, end
+        end = round_up(end, end_multiple)
+        buckets.append((first, end))
+        first = end
+
+    for param in reversed(members):
+        own_bucket = param.shared and layout.distributed_optimizer
+        end = round_up(end, start_multiple)
+        if own_bucket and end > first:
+            close_bucket()
+        places[param.name] = end
+        end += param.elements
+        if own_bucket:
+            close_bucket()
+    if end > first:
+        close_bucket()
+    return Buffer(dtype=dtype, expert=expert, places=places, buckets=tuple(buckets))
+
+
+def owned_ranges(params: tuple[Param, ...], layout: Layout, at: Coordinates) -> dict[str, tuple[int, int]]:
+    """Flat range of each parameter whose optimizer state a rank owns (Megatron's distributed optimizer).
+
+    Of every bucket the ranks that share it own equal parts in turn: the dp-cp group, for experts their replicas.
+    Without the distributed optimizer a rank owns all of its parameters.
+    """
+    if not layout.distributed_optimizer:
+        return {p.name: (0, p.elements) for p in params}
+    at = layout.coordinates(layout.rank(at))
+    elements = {p.name: p.elements for p in params}
     ranges: dict[str, tuple[int, int]] = {}
-    for dtype in dict.fromkeys(p.dtype for p in params):
-        place: dict[str, int] = {}
-        end = 0
-        members = [p for p in params if p.dtype == dtype]
-        for param in reversed(members):
-            place[param.name] = round_up(end, 64)
-            end = place[param.name] + param.elements
-        share = round_up(end, lcm(dp, 128)) // dp
-        first, last = dp_rank * share, (dp_rank + 1) * share
-        for param in members:
-            start = max(first - place[param.name], 0)
-            stop = min(last - place[param.name], param.elements)
-            if start < stop:
-                ranges[param.name] = (start, stop)
-    return ranges
+    for buffer in buffers(params, layout):
+        ranks, rank = layout.optimizer_ranks, layout.optimizer_rank(at)
+        if buffer.expert:
+            ranks, rank = layout.expert_dp, at.edp
+        own = [(a + rank * ((b - a) // ranks), a + (rank + 1) * ((b - a) // ranks)) for a, b in buffer.buckets]
+        for name, place in buffer.places.items():
+            for first, last in own:
+                start, stop = max(first - place, 0), min(last - place, elements[name])
+                if start < stop:
+                    ranges[name] = (start, stop)
+    return {p.name: ranges[p.name] for p in params if p.name in ranges}
 
 
 def _regions(component: Component, param: Param, start: int, stop: int) -> list[Region]:
@@ -231,15 +403,11 @@ def megatron_regions(spec: ModelSpec, layout: Layout, at: Coordinates, trained: 
     A float32 weight is its own master. Without the distributed optimizer masters and moments cover the rank's
     weights; with it, the flat range that the DP rank owns.
     """
-    params = megatron_params(spec, layout, at.tp, at.pp)
+    params = megatron_params(spec, layout, at)
     regions = [r for p in params for r in _regions("weight", p, 0, p.elements)]
     if not trained:
         return tuple(regions)
-    owned = (
-        owned_ranges(params, layout.dp, at.dp)
-        if layout.distributed_optimizer
-        else {p.name: (0, p.elements) for p in params}
-    )
+    owned = owned_ranges(params, layout, at)
     for param in params:
         if param.name in owned:
             components: tuple[Component, ...] = MOMENTS if param.dtype == "float32" else ("master", *MOMENTS)
@@ -264,7 +432,7 @@ def holding(spec: ModelSpec, stage: StagePlan) -> dict[int, tuple[Shard, ...]]:
             held[slot] = tuple(
                 Shard(emu=emu_name(stage), component="weight", tensor=t.name, box=box, dtype=t.dtype)
                 for t in spec.tensors
-                if (box := cut_box(spec, t, stage.layout.tp, at.tp)).elements > 0
+                if (box := generation_box(spec, t, stage.layout, at.tp)) is not None
             )
         else:
             held[slot] = tuple(

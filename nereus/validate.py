@@ -7,9 +7,10 @@ import re
 from collections.abc import Iterator
 from operator import attrgetter
 
+from nereus.catalogue import architecture_of
 from nereus.config import Config, ModelConfig, PlanChange, PlanConfig, StageConfig
 from nereus.errors import ConfigError
-from nereus.layout import STAGES, equal_shares
+from nereus.layout import STAGES, Layout, Stage, equal_shares, first_problem
 from nereus.storage import VOCAB_ALIGN, round_up
 
 TRAIN_STAGES = ("actor_train", "critic_train")
@@ -39,6 +40,8 @@ LEAST: dict[str, int] = {
     "model.heads": 1,
     "model.kv_heads": 1,
     "model.ffn": 1,
+    "model.experts": 0,
+    "model.rope_factor": 1,
     "model.vocab": BYTE_TOKENIZER_VOCAB,
     "data.prompts_per_step": 1,
     "data.samples_per_prompt": 1,
@@ -52,6 +55,8 @@ LEAST: dict[str, int] = {
     "warmup.ramp_steps": 0,
     "fleet.slots": 1,
     "fleet.slot_budget_bytes": 1,
+    "checkpoint.every_steps": 0,
+    "checkpoint.keep_count": 0,
     "transfer.bucket_bytes": 16,  # two halves of one 8-byte element
 }
 ABOVE_ZERO = (
@@ -147,6 +152,26 @@ def _check_model(model: ModelConfig) -> None:
     if model.head_dim not in VLLM_CPU_HEAD_DIMS:
         sizes = ", ".join(map(str, VLLM_CPU_HEAD_DIMS))
         raise ConfigError("model.head_dim", model.head_dim, f"expected one of {sizes} (what vLLM computes on a CPU)")
+    try:
+        architecture_of(model)
+    except ConfigError as error:
+        raise ConfigError(f"model.{error.key}", error.value, error.expected) from error
+    if model.qkv_bias and model.heads * model.head_dim != model.hidden:
+        expected = f"expected model.hidden / model.heads = {model.hidden / model.heads:g}: vLLM's Qwen2 has no other"
+        raise ConfigError("model.head_dim", model.head_dim, expected)
+    if model.experts:
+        _check_experts(model)
+
+
+def _check_experts(model: ModelConfig) -> None:
+    if not 1 <= model.experts_per_token <= model.experts:
+        expected = f"expected from 1 to model.experts = {model.experts}"
+        raise ConfigError("model.experts_per_token", model.experts_per_token, expected)
+    if model.expert_ffn < 1:
+        raise ConfigError("model.expert_ffn", model.expert_ffn, "expected at least 1")
+    if not set(model.dense_layers) <= set(range(model.layers)):
+        expected = f"expected layers from 0 to {model.layers - 1}"
+        raise ConfigError("model.dense_layers", list(model.dense_layers), expected)
 
 
 def _check_batch(config: Config) -> None:
@@ -167,6 +192,7 @@ def _check_stage(config: Config, key: str, name: str, stage: StageConfig) -> Non
             raise ConfigError(f"{key}.{degree}", value, "expected at least 1")
     _check_tensor_parallel(config.model, key, name, stage.tp)
     _check_pipeline(config.model, key, name, stage)
+    _check_degrees(config.model, key, name, stage)
     _check_slots(config, key, stage)
     _check_shares(config, key, name, stage)
 
@@ -200,6 +226,33 @@ def _check_pipeline(model: ModelConfig, key: str, name: str, stage: StageConfig)
         if not fits:
             expected = f"expected {stage.pp} entries (pp), each at least 1, with the sum model.layers = {model.layers}"
             raise ConfigError(f"{key}.pipeline", list(stage.pipeline), expected)
+
+
+def _check_degrees(model: ModelConfig, key: str, name: str, stage: StageConfig) -> None:
+    """What the checks before have not asked: context and expert parallelism and the order of ranks."""
+    if stage.cp != 1:
+        raise ConfigError(f"{key}.cp", stage.cp, "expected 1: attention here takes whole sequences")
+    layout = Layout(
+        tp=stage.tp,
+        pp=stage.pp,
+        dp=stage.dp,
+        ep=stage.ep,
+        etp=stage.etp,
+        order=stage.order,
+        pipeline=stage.pipeline or equal_shares(model.layers, stage.pp),
+    )
+    kind: Stage = "generate" if name in GENERATE_STAGES else "train"
+    if (problem := first_problem(model, layout, kind)) is not None:
+        raise ConfigError(f"{key}.{problem[0]}", problem[1], problem[2])
+    if kind == "generate" and stage.ep != 1:
+        raise ConfigError(
+            f"{key}.ep", stage.ep, "expected 1: vLLM's CPU kernels want every expert on every slot; use tp"
+        )
+    if model.experts and name in TRAIN_STAGES and stage.tp != 1:
+        expected = (
+            "expected 1: Megatron trains experts beside tensor parallelism only with sequence parallelism; use ep"
+        )
+        raise ConfigError(f"{key}.tp", stage.tp, expected)
 
 
 def _check_slots(config: Config, key: str, stage: StageConfig) -> None:

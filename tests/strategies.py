@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
+from hypothesis import assume
 from hypothesis import strategies as st
 
 from nereus.config import ModelConfig
-from nereus.layout import Layout, Stage, StagePlan, equal_shares
-from nereus.model import Head, ModelSpec, llama
+from nereus.layout import ORDERS, Layout, Stage, StagePlan, equal_shares, layout_problem
+from nereus.model import Head, ModelSpec, llama, model_spec
 from nereus.storage import VOCAB_ALIGN, round_up
 
 VOCABS = (259, 40, 64, 129, 320)
@@ -30,6 +32,56 @@ def model_configs(draw: st.DrawFn, vocabs: tuple[int, ...] = VOCABS) -> ModelCon
         vocab=draw(st.sampled_from(vocabs)),
         dtype=draw(st.sampled_from(("float32", "bfloat16"))),
     )
+
+
+@st.composite
+def general_configs(draw: st.DrawFn) -> ModelConfig:
+    """Models of every kind: tied or not, with biases, with norms of q and k, with experts in all or some layers."""
+    config = replace(draw(model_configs(FEW_VOCABS)), tie_embeddings=draw(st.booleans()))
+    kind = draw(st.sampled_from(("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral")))
+    config = replace(config, qkv_bias=kind == "qwen2", qk_norm=kind.startswith("qwen3"))
+    if kind not in ("qwen3_moe", "mixtral"):
+        return config
+    dense = draw(st.sets(st.integers(0, config.layers - 1), max_size=config.layers - 1))
+    ffn = draw(st.sampled_from((4, 12)))
+    return replace(
+        config,
+        experts=draw(st.sampled_from((2, 4, 6))),
+        experts_per_token=2,
+        expert_ffn=ffn,
+        dense_layers=tuple(sorted(dense)),
+    )
+
+
+@st.composite
+def general_specs(draw: st.DrawFn) -> ModelSpec:
+    """A model of any kind, with a language or a value head."""
+    head: Head = draw(st.sampled_from(("language", "value")))
+    return model_spec("m", draw(general_configs()), head)
+
+
+@st.composite
+def general_layouts(draw: st.DrawFn, config: ModelConfig, stage: Stage = "train") -> Layout:
+    """A layout of at most 16 ranks that fits the model, with context and expert parallelism and both orders of ranks."""
+    layout = draw(layouts(config, stage))
+    if stage == "generate":
+        spread = config.experts and config.experts % layout.tp == 0 and draw(st.booleans())
+        found = replace(layout, ep=layout.tp if spread else 1)
+    else:
+        found = replace(layout, cp=draw(st.sampled_from((1, 2))), order=draw(st.sampled_from(ORDERS)))
+        if config.experts:
+            etp, ep = draw(st.sampled_from((None, 1, 2))), draw(st.sampled_from((1, 2, 3)))
+            found = replace(found, ep=ep, etp=etp)
+    assume(layout_problem(config, found, stage) is None)
+    return found
+
+
+@st.composite
+def general_stage_plans(draw: st.DrawFn, config: ModelConfig, stage: Stage = "train") -> StagePlan:
+    """The model `m` in any layout that fits it, on any slots, in any order."""
+    layout = draw(general_layouts(config, stage))
+    slots = draw(st.permutations(range(layout.ranks + 3)))[: layout.ranks]
+    return stage_plan(layout, tuple(slots), stage=stage)
 
 
 @st.composite

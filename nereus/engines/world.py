@@ -15,7 +15,7 @@ part's group the default one while the engine's code runs (facts/engines.md 7.2)
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -85,15 +85,25 @@ class ProcessWorld:
     def sub(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
         """The group of `ranks`, in that order, or None where this rank is not in it.
 
-        All ranks of the world call it, in the same order of calls; an order of ranks is built once and kept
-        until `close`. The whole world in its own order is the default group.
+        All ranks of the world call it, in the same order of calls; an order of ranks is built once and kept until
+        `forget_idle` or `close`. The whole world in its own order is the default group.
         """
         if ranks == tuple(range(self.size)):
             return self.group
         if ranks not in self._subs:
             made = dist.new_group(list(ranks), timeout=self._timeout, sort_ranks=False)
             self._subs[ranks] = made if isinstance(made, dist.ProcessGroup) else None
+        self._subs[ranks] = self._subs.pop(ranks)  # the last one used is the last to be forgotten
         return self._subs[ranks]
+
+    def forget_idle(self, used: Collection[tuple[int, ...]], most_idle: int) -> None:
+        """Destroys groups of `sub` for orders of ranks outside `used`, but for the `most_idle` last used ones.
+
+        All ranks call it with the same arguments between the same calls of `sub`; nothing is sent.
+        """
+        idle = [ranks for ranks in self._subs if ranks not in used]
+        for ranks in idle[: max(len(idle) - most_idle, 0)]:
+            destroy_groups([self._subs.pop(ranks)])
 
     @contextmanager
     def inside(self, group: dist.ProcessGroup | None) -> Iterator[None]:

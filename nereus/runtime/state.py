@@ -32,7 +32,7 @@ def size_bytes(store: Mapping[Shard, Tensor]) -> int:
 def initial(spec: ModelSpec, shards: Iterable[Shard], seed: int) -> Store:
     """The state a model starts with: a function of (seed, tensor) alone, so every layout starts the same.
 
-    Norms are 1, value heads 0, matrices normal with `init_std`, scaled by 1/sqrt(2 layers) where they write to the
+    Norms are 1, biases and value heads 0, matrices normal with `init_std`, scaled by 1/sqrt(2 layers) where they write to the
     residual stream (GPT-2, Radford et al. 2019, section 2.3); moments are 0; masters are the float32 of the weights.
     """
     store: Store = {}
@@ -53,12 +53,12 @@ def initial(spec: ModelSpec, shards: Iterable[Shard], seed: int) -> Store:
 
 def _initial_tensor(spec: ModelSpec, name: str, seed: int) -> Tensor:
     shape = spec.tensor(name).shape
+    if name.startswith("value_head") or name.endswith(".bias"):
+        return torch.zeros(shape)
     if len(shape) == 1:
         return torch.ones(shape)
-    if name.startswith("value_head"):
-        return torch.zeros(shape)
     deviation = spec.config.init_std
-    if name.endswith(("o_proj.weight", "down_proj.weight")):
+    if name.endswith(("o_proj.weight", "down_proj.weight", "w2.weight")):
         deviation /= (2 * spec.config.layers) ** 0.5
     generator = torch.Generator().manual_seed(seed_of(seed, "init", name))
     return torch.randn(shape, generator=generator) * deviation

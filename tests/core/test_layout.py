@@ -4,38 +4,116 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from typing import Any
 
-from hypothesis import given
+import pytest
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nereus.config import PlanChange, StageConfig
+from nereus.config import ModelConfig, PlanChange, StageConfig
 from nereus.layout import (
+    ORDERS,
     STAGES,
     Coordinates,
     Layout,
     Plan,
+    Stage,
     batch_shares,
     changed_plan,
     equal_shares,
     first_plan,
+    layout_problem,
 )
+from tests.core.definition import places
 from tests.core.scenes import CONFIG, PP2_DP2, THREE, with_plan
-from tests.strategies import layouts, model_configs, stage_plan, stage_plans
+from tests.strategies import general_configs, general_layouts, layouts, model_configs, stage_plan, stage_plans
 
 PLAN = first_plan(CONFIG)
 
 
-@given(model_configs().flatmap(layouts))
+@given(general_configs().flatmap(general_layouts))
 def test_ranks_and_coordinates_are_one_to_one(layout: Layout) -> None:
-    places = [layout.coordinates(rank) for rank in range(layout.ranks)]
-    wanted = [
-        Coordinates(tp=tp, pp=pp, dp=dp)  # Megatron's default order tp-cp-ep-dp-pp: tp fastest
-        for pp in range(layout.pp)
-        for dp in range(layout.dp)
-        for tp in range(layout.tp)
-    ]
-    assert places == wanted
-    assert [layout.rank(at) for at in places] == list(range(layout.ranks))
+    found = [layout.coordinates(rank) for rank in range(layout.ranks)]
+    assert [asdict(at) for at in found] == [asdict(at) for at in places(layout)]
+    assert [layout.rank(at) for at in found] == list(range(layout.ranks))
+    assert [layout.rank(Coordinates(tp=a.tp, pp=a.pp, dp=a.dp, cp=a.cp)) for a in found] == list(range(layout.ranks))
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_groups_are_megatrons(data: st.DataObject) -> None:
+    """Against Megatron's RankGenerators: the members of each group, in order, differ in one coordinate alone."""
+    from megatron.core.parallel_state import RankGenerator
+
+    tp, cp, dp, pp = (data.draw(st.sampled_from((1, 2, 3, 4))) for _ in range(4))
+    order = data.draw(st.sampled_from(ORDERS))
+    parts = [(etp, ep) for etp in (1, 2, 3, 4) for ep in (1, 2, 3, 4, 6, 8) if tp * cp * dp % (etp * ep) == 0]
+    if order != ORDERS[0] and pp > 1:
+        parts = [(etp, ep) for etp, ep in parts if etp * ep == tp * cp] or [(tp * cp, 1)]
+    etp, ep = data.draw(st.sampled_from(parts))
+    layout = Layout(tp=tp, pp=pp, dp=dp, cp=cp, ep=ep, etp=etp, order=order, pipeline=(1,) * pp)
+    dense = RankGenerator(tp=tp, ep=1, dp=dp, pp=pp, cp=cp, order=order)
+    experts = RankGenerator(tp=etp, ep=ep, dp=layout.expert_dp, pp=pp, cp=1, order=order)
+    assert dense.get_ranks("pp") == experts.get_ranks("pp")
+    ranks = range(layout.ranks)
+    at = {rank: layout.coordinates(rank) for rank in ranks}
+    for generator, token, index in (
+        (dense, "tp", lambda a: a.tp),
+        (dense, "cp", lambda a: a.cp),
+        (dense, "dp", lambda a: a.dp),
+        (dense, "pp", lambda a: a.pp),
+        (dense, "dp-cp", layout.optimizer_rank),
+        (experts, "tp", lambda a: a.etp),
+        (experts, "ep", lambda a: a.ep),
+        (experts, "dp", lambda a: a.edp),
+    ):
+        for group in generator.get_ranks(token):
+            assert [index(at[rank]) for rank in group] == list(range(len(group))), token
+    assert layout.optimizer_ranks == len(dense.get_ranks("dp-cp")[0])
+    assert layout.expert_dp == len(experts.get_ranks("dp")[0])
+
+
+MOE = ModelConfig(layers=4, heads=8, kv_heads=4, ffn=24, expert_ffn=12, experts=6, experts_per_token=2, vocab=64)
+
+
+@pytest.mark.parametrize(
+    ("stage", "degrees", "told"),
+    [
+        ("train", {"tp": 8}, "tp = 8: expected a divisor of kv_heads = 4: 1, 2, 4 would do"),
+        ("train", {"tp": 0}, "tp = 0: expected at least 1"),
+        ("train", {"ep": 4}, "ep = 4: expected a divisor of experts = 6: 1, 2, 3, 6 would do"),
+        ("train", {"etp": 2, "dp": 4}, "etp = 2: expected null or tp = 1 where ep = 1"),
+        ("train", {"etp": 8, "dp": 8}, "etp = 8: expected a divisor of expert_ffn = 12: 1, 2, 3, 4, 6, 12 would do"),
+        ("train", {"ep": 3, "dp": 2}, "ep = 3: expected etp * ep = 3, a divisor of tp * cp * dp = 2"),
+        ("train", {"pp": 2, "dp": 2, "ep": 2, "order": ORDERS[1]}, "order = tp-cp-ep-pp-dp: expected tp-cp-ep-dp-pp"),
+        ("train", {"order": "pp-tp"}, "order = pp-tp: expected one of"),
+        ("train", {"pp": 3, "pipeline": (2, 2)}, "pipeline = [2, 2]: expected 3 entries"),
+        ("generate", {"tp": 2, "ep": 3}, "ep = 3: expected 1 or tp = 2"),
+        ("generate", {"tp": 8}, "tp = 8: expected a divisor of expert_ffn = 12"),
+        ("generate", {"pp": 2}, "pp = 2: expected 1: vLLM"),
+        ("generate", {"cp": 2}, "cp = 2: expected 1: vLLM"),
+    ],
+)
+def test_layouts_that_do_not_fit_are_told_why(stage: Stage, degrees: dict[str, Any], told: str) -> None:
+    made = {"tp": 1, "pp": 1, "dp": 1, "pipeline": equal_shares(MOE.layers, degrees.get("pp", 1)), **degrees}
+    assert told in (layout_problem(MOE, Layout(**made), stage) or "it fits")
+
+
+def test_layouts_that_fit_have_no_problem() -> None:
+    even = {"pipeline": (4,), "pp": 1}
+    assert layout_problem(MOE, Layout(tp=2, dp=3, ep=3, etp=2, **even)) is None
+    assert layout_problem(MOE, Layout(tp=8, dp=1, **even), "generate") is not None
+    dense = replace(MOE, experts=0)
+    assert layout_problem(dense, Layout(tp=8, dp=1, **even), "generate") is None
+    assert "no experts" in (layout_problem(dense, Layout(tp=1, dp=2, ep=2, **even)) or "")
+    assert "no experts" in (layout_problem(dense, Layout(tp=1, dp=2, etp=2, **even)) or "")
+
+
+def test_a_layout_shows_what_is_not_usual() -> None:
+    layout = Layout(tp=2, pp=2, dp=2, pipeline=(2, 2))
+    assert str(layout) == "TP2·PP2·DP2"
+    assert str(replace(layout, cp=2, ep=4, etp=1, pipeline=(1, 3))) == "TP2·CP2·PP2(1/3)·DP2·EP4·ETP1"
+    assert str(replace(layout, order=ORDERS[1])) == "TP2·PP2·DP2 (tp-cp-ep-pp-dp)"
 
 
 @given(model_configs().flatmap(layouts))

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from nereus.config import Config, FleetConfig, ModelConfig, PlanChange, PlanConfig, StageConfig
 from nereus.errors import ConfigError, InfeasiblePlan
 from nereus.layout import first_plan
-from nereus.memory import activation_bytes, check_memory, plan_peaks, resident
+from nereus.memory import activation_bytes, check_memory, plan_peaks, resident, state_bytes
 from nereus.model import llama
 from nereus.storage import holding
 from tests.core import definition
 from tests.core.scenes import CONFIG, with_changes
-from tests.strategies import specs, stage_plans
+from tests.strategies import general_specs, general_stage_plans
 
 SIZES = (
     ModelConfig(),
@@ -65,7 +65,7 @@ def test_larger_micro_batches_need_more(micro_batch: int) -> None:
 
 
 @settings(max_examples=40, deadline=None)
-@given(specs().flatmap(lambda spec: st.tuples(st.just(spec), stage_plans(spec.config))))
+@given(general_specs().flatmap(lambda spec: st.tuples(st.just(spec), general_stage_plans(spec.config))))
 def test_resident_bytes_are_what_storage_holds(case) -> None:
     """Optimizer bytes are exactly the shards'; weights are the shards and the vocabulary's padding; gradients fp32."""
     spec, stage = case
@@ -74,6 +74,9 @@ def test_resident_bytes_are_what_storage_holds(case) -> None:
         assert parts["optimizer"] == sum(s.size_bytes for s in shards if s.component != "weight") + padding_state(
             spec, stage, rank
         )
+        state = state_bytes(spec, stage, rank)
+        assert parts["optimizer"] == state["masters"] + state["moments"]
+        assert state["masters"] > 0 or all(s.component != "master" for s in shards)
         elements = sum(s.box.elements for s in shards if s.component == "weight")
         assert parts["weights"] >= sum(s.size_bytes for s in shards if s.component == "weight")
         assert parts["grads"] >= 4 * elements

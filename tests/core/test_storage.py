@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -13,13 +15,13 @@ from nereus.config import Config, ModelConfig, PlanConfig, StageConfig
 from nereus.errors import ConfigError
 from nereus.layout import STAGES, Layout, Stage, StagePlan, first_plan
 from nereus.model import EMBEDDING, LM_HEAD, ModelSpec, llama, models_of
-from nereus.storage import holding, megatron_params, megatron_regions, owned_ranges, vocab_rows
+from nereus.storage import buffers, holding, megatron_params, megatron_regions, owned_ranges, vocab_rows
 from nereus.validate import validate
 from tests.core import definition
-from tests.strategies import layouts, specs, stage_plan, stage_plans
+from tests.strategies import general_layouts, general_specs, general_stage_plans, stage_plan
 
 KINDS: tuple[Stage, ...] = ("train", "infer", "generate")
-PIECES = specs().flatmap(lambda spec: st.tuples(st.just(spec), layouts(spec.config)))
+PIECES = general_specs().flatmap(lambda spec: st.tuples(st.just(spec), general_layouts(spec.config)))
 
 
 def ranks(layout: Layout):
@@ -31,7 +33,7 @@ def ranks(layout: Layout):
 def test_parameters_are_megatrons(case: tuple[ModelSpec, Layout]) -> None:
     spec, layout = case
     for at in ranks(layout):
-        params = megatron_params(spec, layout, at.tp, at.pp)
+        params = megatron_params(spec, layout, at)
         arrays = definition.megatron_arrays(spec, layout, at)
         assert [(p.name, p.shape) for p in params] == [(name, array.shape) for name, array in arrays.items()]
         for param in params:
@@ -61,23 +63,43 @@ def test_regions_rebuild_every_parameter_and_its_optimizer_state(case: tuple[Mod
 
 
 @settings(max_examples=60, deadline=None)
-@given(PIECES, st.integers(1, 9))
-def test_owned_ranges_are_megatrons(case: tuple[ModelSpec, Layout], dp: int) -> None:
+@given(PIECES)
+def test_optimizer_ranges_are_megatrons(case: tuple[ModelSpec, Layout]) -> None:
+    """Each rank's, and of all ranks that hold the same weights together each element exactly once."""
+    spec, layout = case[0], replace(case[1], distributed_optimizer=True)
+    covered: dict[tuple[object, ...], list[tuple[int, int]]] = defaultdict(list)
+    sizes: dict[tuple[object, ...], int] = {}
+    for at in ranks(layout):
+        params = megatron_params(spec, layout, at)
+        arrays = definition.megatron_arrays(spec, layout, at)
+        ranges = owned_ranges(params, layout, at)
+        assert ranges == definition.owned(spec, arrays, layout, at)
+        for param in params:
+            weights = (at.pp, at.ep, at.etp) if param.expert else (at.pp, at.tp)
+            sizes[param.name, param.expert, weights] = param.elements
+            if param.name in ranges:
+                covered[param.name, param.expert, weights].append(ranges[param.name])
+    for key, size in sizes.items():
+        edges = [0, *(edge for part in sorted(covered[key]) for edge in part), size]
+        assert edges[::2] == edges[1::2], key  # one ends where the next begins: disjoint, and each element once
+
+
+@settings(max_examples=40, deadline=None)
+@given(PIECES)
+def test_buffers_hold_every_parameter_once(case: tuple[ModelSpec, Layout]) -> None:
     spec, layout = case
-    for tp_rank in range(layout.tp):
-        for pp_rank in range(layout.pp):
-            params = megatron_params(spec, layout, tp_rank, pp_rank)
-            at = next(a for a in ranks(layout) if (a.tp, a.pp) == (tp_rank, pp_rank))
-            arrays = definition.megatron_arrays(spec, layout, at)
-            covered: dict[str, list[tuple[int, int]]] = defaultdict(list)
-            for dp_rank in range(dp):
-                ranges = owned_ranges(params, dp, dp_rank)
-                assert ranges == definition.owned(spec, arrays, dp, dp_rank)
-                for name, part in ranges.items():
-                    covered[name].append(part)
-            for param in params:
-                edges = [0, *(edge for part in covered[param.name] for edge in part), param.elements]
-                assert edges[::2] == edges[1::2]  # one ends where the next begins: disjoint, and each element once
+    for at in ranks(layout)[:2]:
+        params = megatron_params(spec, layout, at)
+        by_name = {p.name: p for p in params}
+        assert len(by_name) == len(params)
+        found = buffers(params, layout)
+        assert sorted(name for b in found for name in b.places) == sorted(by_name)
+        for b in found:
+            taken = sorted((place, place + by_name[name].elements) for name, place in b.places.items())
+            assert all(stop <= start for (_, stop), (start, _) in pairwise(taken))
+            assert taken[-1][1] <= b.elements == b.buckets[-1][1]
+            assert [start for start, _ in b.buckets] == [0, *(stop for _, stop in b.buckets[:-1])]
+            assert {(by_name[n].dtype, by_name[n].expert) for n in b.places} == {(b.dtype, b.expert)}
 
 
 def slot_ids(spec: ModelSpec, stage: StagePlan) -> dict[int, dict[str, np.ndarray]]:
@@ -96,8 +118,8 @@ def slot_ids(spec: ModelSpec, stage: StagePlan) -> dict[int, dict[str, np.ndarra
 @settings(max_examples=50, deadline=None)
 @given(data=st.data())
 def test_slots_hold_exactly_what_the_definition_says(kind: Stage, data: st.DataObject) -> None:
-    spec = data.draw(specs())
-    stage = data.draw(stage_plans(spec.config, kind))
+    spec = data.draw(general_specs())
+    stage = data.draw(general_stage_plans(spec.config, kind))
     wanted, found = definition.held_ids(spec, stage), slot_ids(spec, stage)
     assert set(found) == set(wanted) == set(stage.slots)
     for slot in wanted:
@@ -110,9 +132,12 @@ def test_slots_hold_exactly_what_the_definition_says(kind: Stage, data: st.DataO
 @settings(max_examples=30, deadline=None)
 @given(data=st.data())
 def test_every_element_is_held(kind: Stage, data: st.DataObject) -> None:
-    """The union over slots is the whole model in every component; in optimizer state once per model (distributed)."""
-    spec = data.draw(specs())
-    stage = data.draw(stage_plans(spec.config, kind))
+    """The union over slots is the whole model in every component; in optimizer state once per copy (distributed).
+
+    Copies are TP ranks of what is not cut, and both ends of the pipeline for a tied embedding.
+    """
+    spec = data.draw(general_specs())
+    stage = data.draw(general_stage_plans(spec.config, kind))
     held: dict[str, list[np.ndarray]] = defaultdict(list)
     for parts in slot_ids(spec, stage).values():
         for component, ids in parts.items():
@@ -122,10 +147,11 @@ def test_every_element_is_held(kind: Stage, data: st.DataObject) -> None:
         np.testing.assert_array_equal(np.unique(np.concatenate(held[component])), whole)
     if kind == "train" and stage.layout.distributed_optimizer:
         times = np.bincount(np.concatenate(held["exp_avg"]), minlength=len(whole))
-        cut = {t.name for t in spec.tensors if t.cut != "none"}
-        ids = definition.element_ids(spec)
-        for name, array in ids.items():  # replicated over TP where not cut, never over DP
-            assert set(times[array.ravel()]) == {1 if name in cut else stage.layout.tp}
+        for t in spec.tensors:
+            copies = stage.layout.tp if t.cut == "none" else 1
+            if spec.tied and t.name == EMBEDDING and stage.layout.pp > 1:
+                copies = 2
+            assert set(times[definition.element_ids(spec)[t.name].ravel()]) == {copies}
 
 
 def test_shards_have_their_types() -> None:

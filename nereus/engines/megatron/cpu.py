@@ -50,6 +50,16 @@ def _type_as_if_on_gpu(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     return _TYPE_NAMES.get(found, found) if isinstance(found, str) else found
 
 
+def _counts_as_numpy(self: Any, point: str, tokens_per_expert: torch.Tensor | None = None) -> torch.Tensor | None:
+    """MoEAlltoAllTokenDispatcher's move of its counts from GPU to CPU, without streams: only their type changes."""
+    if point == self.cuda_dtoh_point and not self.drop_and_pad:
+        for name in ("input_splits", "output_splits", "output_splits_tp"):
+            counts = getattr(self, name)
+            if isinstance(counts, torch.Tensor):
+                setattr(self, name, counts.numpy())
+    return tokens_per_expert
+
+
 _TENSOR_TYPE = torch.Tensor.type
 
 
@@ -61,6 +71,12 @@ def apply() -> None:
     torch.cuda.synchronize = lambda *_: None  # type: ignore[assignment]
     torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign,assignment]
     torch.Tensor.type = _type_as_if_on_gpu  # type: ignore[method-assign,assignment]
+    routers = importlib.import_module("megatron.core.transformer.moe.moe_utils")
+    if not hasattr(routers, "te_general_gemm"):  # its import fails without Transformer Engine, its use asks for None
+        routers.te_general_gemm = None  # type: ignore[attr-defined]
+    dispatcher = importlib.import_module("megatron.core.transformer.moe.token_dispatcher").MoEAlltoAllTokenDispatcher
+    dispatcher.cuda_dtoh_stream = _CPU  # anything but None, which would make a stream
+    dispatcher._maybe_dtoh_and_synchronize = _counts_as_numpy
     proxy = _TorchOnCpu("torch")
     for name in _MODULES:
         module = importlib.import_module(f"megatron.core.{name}")

@@ -9,21 +9,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.tensor_parallel import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    VocabParallelEmbedding,
-    set_tensor_model_parallel_attributes,
-)
-from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from nereus.config import AlgorithmConfig
+from nereus.engines.megatron.architecture import DTYPES, layers_of, mark_tensor_parallel, transformer_config
 from nereus.engines.megatron.groups import ModelGroups
 from nereus.engines.megatron.heads import ValueHead
 from nereus.engines.world import ProcessWorld
@@ -42,8 +35,6 @@ from nereus.storage import (
     state_dtype,
     vocab_rows,
 )
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,72 +61,6 @@ def adam_of(algorithm: AlgorithmConfig, model: str) -> Adam:
     )
 
 
-def _transformer_config(spec: ModelSpec, stage: StagePlan) -> TransformerConfig:
-    c, layout = spec.config, stage.layout
-    bf16 = c.dtype == "bfloat16"
-    config = TransformerConfig(
-        num_layers=c.layers,
-        hidden_size=c.hidden,
-        num_attention_heads=c.heads,
-        num_query_groups=c.kv_heads,
-        kv_channels=c.head_dim,
-        ffn_hidden_size=c.ffn,
-        normalization="RMSNorm",
-        layernorm_epsilon=c.norm_eps,
-        gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
-        add_bias_linear=False,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        tensor_model_parallel_size=layout.tp,
-        pipeline_model_parallel_size=layout.pp,
-        pipeline_model_parallel_layout=_pipeline_layout(stage),
-        pipeline_dtype=DTYPES[c.dtype],
-        params_dtype=DTYPES[c.dtype],
-        bf16=bf16,
-        use_cpu_initialization=not torch.cuda.is_available(),
-        perform_initialization=False,  # state is filled by the mover; see _mark_tensor_parallel
-        gradient_accumulation_fusion=False,
-        batch_p2p_comm=torch.cuda.is_available(),  # over gloo batched P2P is silently wrong in some schedules
-        batch_p2p_sync=False,
-        overlap_p2p_comm=False,
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
-        masked_softmax_fusion=False,
-        apply_rope_fusion=False,
-        persist_layer_norm=False,
-        calculate_per_token_loss=True,
-    )
-    # the loss is already divided by its global denominator, so nothing is left to scale by token counts
-    config.finalize_model_grads_func = lambda model, _tokens=None, **kwargs: finalize_model_grads(model, None, **kwargs)
-    return config
-
-
-def _pipeline_layout(stage: StagePlan) -> list[list[str]] | None:
-    """Megatron's explicit pipeline layout: the embedding first, `pipeline` decoder layers per rank, the loss last."""
-    layers = stage.layout.pipeline
-    if stage.layout.pp == 1:
-        return None
-    ranks = [["decoder"] * count for count in layers]
-    ranks[0].insert(0, "embedding")
-    ranks[-1].append("loss")
-    return ranks
-
-
-def _mark_tensor_parallel(model: GPTModel) -> None:
-    """Marks cut weights as cut: without their own initialisation Megatron leaves that out, takes them for duplicates
-    and computes too small a gradient norm, silently (facts: engines, 8.1).
-    """
-    for module in model.modules():
-        weight = getattr(module, "weight", None)
-        if weight is None:
-            continue
-        if isinstance(module, ColumnParallelLinear | VocabParallelEmbedding):
-            set_tensor_model_parallel_attributes(weight, True, 0, 1)
-        elif isinstance(module, RowParallelLinear):
-            set_tensor_model_parallel_attributes(weight, True, 1, 1)
-
-
 class TrainEngine:
     """Builds `stage` of `spec` on this slot over the slots of the stage; state is unfilled until `views` are written.
 
@@ -148,13 +73,13 @@ class TrainEngine:
         if rank is None:
             raise ValueError(f"slot {slot} takes no part in {emu_name(stage)}")
         self.at: Coordinates = stage.layout.coordinates(rank)
-        self.params: tuple[Param, ...] = megatron_params(spec, stage.layout, self.at.tp, self.at.pp)
+        self.params: tuple[Param, ...] = megatron_params(spec, stage.layout, self.at)
         self.groups = ModelGroups(world, world.sub(stage.slots), stage.layout)
         self.first_stage, self.last_stage = self.at.pp == 0, self.at.pp == stage.layout.pp - 1
         self.optimizer: Any = None
-        self._inner: Any = None
+        self._inners: tuple[Any, ...] = ()
         with self.groups.inside():
-            self.config = _transformer_config(spec, stage)
+            self.config = transformer_config(spec, stage)
             self.module: Any = self._build_module()
             self.model: Any = self.module if adam is None else self._build_training(adam)
         self._tensors = dict(self.module.named_parameters())
@@ -164,20 +89,22 @@ class TrainEngine:
         c = self.spec.config
         module = GPTModel(
             config=self.config,
-            transformer_layer_spec=get_gpt_layer_local_spec(normalization="RMSNorm"),
+            transformer_layer_spec=layers_of(self.spec, self.config),
             vocab_size=round_up(c.vocab, VOCAB_ALIGN),
             max_sequence_length=1 << 20,
             pre_process=self.first_stage,
             post_process=self.last_stage,
-            share_embeddings_and_output_weights=False,
+            share_embeddings_and_output_weights=self.spec.tied,
             position_embedding_type="rope",
             rotary_base=int(c.rope_theta),
+            rope_scaling=c.rope_factor != 1,
+            rope_scaling_factor=c.rope_factor,
         )
         if self.last_stage and self.spec.head == "value":
             module.output_layer = ValueHead(c.hidden, DTYPES[c.dtype])  # pyright: ignore[reportAttributeAccessIssue]
         if torch.cuda.is_available():
             module.cuda()
-        _mark_tensor_parallel(module)
+        mark_tensor_parallel(module)
         with torch.no_grad():
             for parameter in module.parameters():
                 parameter.zero_()  # padding rows stay zero for ever; everything else is filled by the mover
@@ -209,14 +136,15 @@ class TrainEngine:
         )
         chained: Any = get_megatron_optimizer(optimizer_config, [model], use_gloo_process_groups=False)
         self.optimizer = chained
-        self._inner = chained.chained_optimizers[0] if hasattr(chained, "chained_optimizers") else chained
-        for group in self._inner.optimizer.param_groups:
-            for main in group["params"]:
-                self._inner.optimizer.state[main] = {
-                    "step": torch.tensor(0.0),
-                    "exp_avg": torch.zeros_like(main, dtype=torch.float32),
-                    "exp_avg_sq": torch.zeros_like(main, dtype=torch.float32),
-                }
+        self._inners = tuple(chained.chained_optimizers)  # one, and with expert parallelism another for experts
+        for inner in self._inners:
+            for group in inner.optimizer.param_groups:
+                for main in group["params"]:
+                    inner.optimizer.state[main] = {
+                        "step": torch.tensor(0.0),
+                        "exp_avg": torch.zeros_like(main, dtype=torch.float32),
+                        "exp_avg_sq": torch.zeros_like(main, dtype=torch.float32),
+                    }
         return model
 
     def _check_params(self) -> None:
@@ -225,32 +153,38 @@ class TrainEngine:
         said = [(p.name, p.shape, p.dtype) for p in self.params]
         if real != said:
             raise StorageMismatch(f"Megatron's parameters are not those of nereus.storage:\n{real}\n{said}")
-        if self.optimizer is None or not isinstance(self._inner, DistributedOptimizer):
+        if self.optimizer is None or not self.stage.layout.distributed_optimizer:
             return
-        owned = owned_ranges(self.params, self.stage.layout.dp, self.at.dp)
+        owned = owned_ranges(self.params, self.stage.layout, self.at)
         for name, tensor in self._tensors.items():
-            try:
-                real_range = self._inner._get_model_param_range_map(tensor)["param"]
-            except KeyError:
-                real_range = None
-            found = None if real_range is None else (real_range.start, real_range.end)
+            ranges = [inner._get_model_param_range_map(tensor)["param"] for inner in self._inners_of(tensor)]
+            found = (ranges[0].start, ranges[0].end) if ranges else None
             if found != owned.get(name):
                 raise StorageMismatch(f"{name}: the optimizer owns {found}, nereus.storage says {owned.get(name)}")
 
+    def _inners_of(self, parameter: Tensor) -> list[Any]:
+        """Megatron's optimizer that has state of a parameter here: none where other ranks own all of it."""
+        if isinstance(self._inners[0], DistributedOptimizer):
+            return [inner for inner in self._inners if parameter in inner.model_param_gbuf_map]
+        main = getattr(parameter, "main_param", parameter)
+        return [inner for inner in self._inners if main in inner.optimizer.state]
+
     def _main(self, parameter: Tensor) -> Tensor:
         """The tensor that the optimizer steps for a parameter: its owned flat shard, its float32 master, or itself."""
-        if isinstance(self._inner, DistributedOptimizer):
-            group, order = self._inner.model_param_group_index_map[parameter]
-            return self._inner.optimizer.param_groups[group]["params"][order]
-        main = getattr(parameter, "main_param", None)
-        return parameter if main is None else main
+        inner = self._inners_of(parameter)[0]
+        if isinstance(inner, DistributedOptimizer):
+            group, order = inner.model_param_group_index_map[parameter]
+            return inner.optimizer.param_groups[group]["params"][order]
+        return getattr(parameter, "main_param", parameter)
 
     def _array(self, component: str, param: str) -> Tensor:
         parameter = self._tensors[param]
         if component == "weight":
             return parameter.data.view(-1)
         main = self._main(parameter)
-        return (main.data if component == "master" else self._inner.optimizer.state[main][component]).view(-1)
+        if component == "master":
+            return main.data.view(-1)
+        return self._inners_of(parameter)[0].optimizer.state[main][component].view(-1)
 
     def views(self) -> dict[Shard, Tensor]:
         """The state of this slot by shard: each tensor is a view of the engine's own storage."""
@@ -275,19 +209,25 @@ class TrainEngine:
         """How many optimizer steps the state has seen."""
         if self.optimizer is None:
             return 0
-        steps = {int(state["step"].item()) for state in self._inner.optimizer.state.values()}
+        steps = {int(state["step"].item()) for inner in self._inners for state in inner.optimizer.state.values()}
         return max(steps, default=-1)
 
     @optimizer_steps.setter
     def optimizer_steps(self, steps: int) -> None:
         if self.optimizer is not None:
-            for state in self._inner.optimizer.state.values():
-                state["step"] = torch.tensor(float(steps))
+            for inner in self._inners:
+                for state in inner.optimizer.state.values():
+                    state["step"] = torch.tensor(float(steps))
 
     def vocab_range(self) -> tuple[int, int]:
         """(first row, real rows) of the vocabulary on this TP rank."""
         first, end, _ = vocab_rows(self.spec.config.vocab, self.stage.layout.tp, self.at.tp)
         return first, end - first
+
+    @property
+    def padded_vocab_rows(self) -> int:
+        """Rows of the vocabulary on this TP rank, padding included: the width of its logits."""
+        return vocab_rows(self.spec.config.vocab, self.stage.layout.tp, self.at.tp)[2]
 
     @contextmanager
     def inside(self) -> Iterator[None]:
@@ -303,21 +243,21 @@ class TrainEngine:
             "optimizer": 0,
         }
         if self.optimizer is not None:
-            buffers = self.model.buffers
+            buffers = (*self.model.buffers, *self.model.expert_parallel_buffers)
             held["grads"] = sum(b.grad_data.numel() * b.grad_data.element_size() for b in buffers)
             for param in self.params:
                 parameter = self._tensors[param.name]
-                try:
-                    main = self._main(parameter)
-                except KeyError:
+                if not self._inners_of(parameter):
                     continue  # another DP rank owns all of it
+                main = self._main(parameter)
                 copies = 2 if main.data_ptr() == parameter.data_ptr() or main.dtype == parameter.dtype else 3
                 held["optimizer"] += copies * main.numel() * 4
         return held
 
     def close(self) -> None:
         """Drops the model and destroys its groups. Local."""
-        self.model = self.module = self.optimizer = self._inner = None
+        self.model = self.module = self.optimizer = None
+        self._inners = ()
         self._tensors = {}
         gc.collect()
         self.groups.close()

@@ -48,6 +48,10 @@ class ModelGroups:
                 parallel_state.initialize_model_parallel(
                     tensor_model_parallel_size=layout.tp,
                     pipeline_model_parallel_size=layout.pp,
+                    context_parallel_size=layout.cp,
+                    expert_model_parallel_size=layout.ep,
+                    expert_tensor_parallel_size=layout.expert_tp,
+                    order=layout.order,
                     create_gloo_process_groups=False,
                 )
                 # a counter-based seed is set before every use (`seed`); here the tracker only has to exist

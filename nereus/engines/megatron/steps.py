@@ -6,12 +6,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
+from megatron.core.parallel_state import get_expert_model_parallel_group
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from nereus.engines.megatron.engine import TrainEngine
 from nereus.engines.megatron.heads import log_probabilities
-from nereus.rl.batch import Batch, join_rows, micro_batches
+from nereus.rl.batch import Batch, join_rows, micro_batches, pad_rows
 
 Outputs = dict[str, Tensor]
 Loss = Callable[[Outputs, Batch], tuple[Tensor, dict[str, Tensor]]]
@@ -66,10 +68,23 @@ def _schedule(
     )
 
 
+def _parts(engine: TrainEngine, share: Batch, micro_batch: int) -> tuple[Batch, ...]:
+    """The replica's micro-batches; replicas that share out experts run equally many, the last ones of zero weight.
+
+    Each layer with experts is an exchange among these replicas, so none may be without a micro-batch.
+    """
+    parts = micro_batches(share, micro_batch)
+    if engine.stage.layout.ep == 1:
+        return parts
+    most = torch.tensor(len(parts), device=share.tokens.device)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX, group=get_expert_model_parallel_group())
+    return micro_batches(pad_rows(share, int(most) * micro_batch), micro_batch)
+
+
 def forward(engine: TrainEngine, share: Batch, *, micro_batch: int, temperature: float) -> Outputs | None:
     """Outputs [share.rows, S] of a replica's share on its output slot, None elsewhere. Collective in the stage."""
-    parts = micro_batches(share, micro_batch)
     with engine.inside(), torch.no_grad():
+        parts = _parts(engine, share, micro_batch)
         engine.module.eval()
         found = _schedule(engine, parts, temperature, None)
         engine.module.train()
@@ -85,11 +100,11 @@ def train(
 
     A replica without samples runs one micro-batch of zero weight and takes part in every collective.
     """
-    parts = micro_batches(share, micro_batch)
     optimizer = engine.optimizer
     if optimizer is None:
         raise ValueError(f"{engine.spec.name} has no optimizer: it is an inference-only stage")
     with engine.inside():
+        parts = _parts(engine, share, micro_batch)
         engine.model.zero_grad_buffer()
         optimizer.zero_grad()
         found = _schedule(engine, parts, temperature, loss)

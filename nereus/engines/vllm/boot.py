@@ -48,11 +48,12 @@ def boot() -> None:
     silence = logging.getLogger("vllm")
     silence.addHandler(logging.NullHandler())
     silence.setLevel(logging.CRITICAL)
-    _know_llama()
+    _know_models()
     _register_kernels_once()
     _leave_the_world_standing()
     _no_message_queue()
     _share_memory_once_per_engine()
+    _pack_experts_at_every_load()
     gc.collect()
     gc.freeze()
     gc.freeze = gc.unfreeze = _nothing
@@ -62,12 +63,17 @@ def _nothing() -> None:
     """Stands in for what must not happen again."""
 
 
-def _know_llama() -> None:
-    """Gives vLLM the model class itself: by name it would be inspected in a sub-process (43 s, 7.4.2)."""
+def _know_models() -> None:
+    """Gives vLLM the model classes themselves: by name each would be inspected in a sub-process (43 s, 7.4.2)."""
     from vllm import ModelRegistry
     from vllm.model_executor.models.llama import LlamaForCausalLM
+    from vllm.model_executor.models.mixtral import MixtralForCausalLM
+    from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
+    from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
+    from vllm.model_executor.models.qwen3_moe import Qwen3MoeForCausalLM
 
-    ModelRegistry.register_model("LlamaForCausalLM", LlamaForCausalLM)
+    for model in (LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, MixtralForCausalLM, Qwen3MoeForCausalLM):
+        ModelRegistry.register_model(model.__name__, model)
 
 
 def _register_kernels_once() -> None:
@@ -149,6 +155,29 @@ def _share_memory_once_per_engine() -> None:
 
     _CPUSHMDistributed.make_group_name = staticmethod(name)
     _CPUSHMDistributed._init_cpu_shm = open_once
+
+
+def _pack_experts_at_every_load() -> None:
+    """Makes experts' weights follow each load on the CPU.
+
+    As shipped (unquantized_fused_moe_method.py, 0.32) their CPU packing is part of the first load only: later loads put
+    unpacked weights in its place, silently where the sizes need no padding.
+    """
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod as Method
+
+    set_up = Method._setup_kernel
+
+    def set_up_packed(self: Method, layer: Any, w13: Any, w2: Any) -> None:
+        loaded_again = self.moe_kernel is not None
+        set_up(self, layer, w13, w2)
+        if loaded_again and self.moe_kernel is not None:
+            self.moe_kernel.fused_experts.process_weights_after_loading(layer)
+
+    Method._setup_kernel = set_up_packed
 
 
 ENGINE_KEY = "NEREUS_ENGINE_SLOTS"

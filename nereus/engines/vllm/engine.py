@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import os
 import random
+import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from math import prod
@@ -37,6 +38,13 @@ BATCH_TOKENS = 2048
 """Tokens of one forward pass at most (vLLM's max_num_batched_tokens), unless a request may be longer."""
 VOCAB_ALIGN = 64
 """Rows of the vocabulary are padded to a multiple of this (vLLM's DEFAULT_VOCAB_PADDING_SIZE)."""
+_EXPERTS = re.compile(r"(?P<before>.*\.(?P<family>mlp|block_sparse_moe))\.experts\.(.*\.)?(?P<weight>w13|w2)_weight")
+_EXPERT_PIECES = {  # what vLLM stacks over experts, under the names of Qwen3-MoE and of Mixtral
+    ("mlp", "w13"): ("gate_proj", "up_proj"),
+    ("mlp", "w2"): ("down_proj",),
+    ("block_sparse_moe", "w13"): ("w1", "w3"),
+    ("block_sparse_moe", "w2"): ("w2",),
+}
 _FIXED: dict[str, object] = {
     "distributed_executor_backend": "external_launcher",
     "load_format": "dummy",
@@ -98,7 +106,7 @@ class GenerationEngine:
             self._engine: LLMEngine | None = LLMEngine.from_engine_args(arguments)
             failed.pop_all()
         self._loadable, self._max_model_tokens = True, max_model_tokens
-        self._expected = _checkpoint_names(self._model)
+        self._expected = _checkpoint_names(self._model, self._engine.model_config.get_num_experts())
         self._vocab_padded = self._engine.model_config.get_vocab_size() % VOCAB_ALIGN != 0
 
     @property
@@ -248,11 +256,15 @@ def _destroy_groups() -> None:
     parallel_state.destroy_distributed_environment()
 
 
-def _checkpoint_names(model: torch.nn.Module) -> list[str]:
+def _checkpoint_names(model: torch.nn.Module, experts: int) -> list[str]:
     """The Hugging Face names of all tensors that the model loads: its parameters with fused modules taken apart."""
     fused: dict[str, list[str]] = model.packed_modules_mapping  # pyright: ignore[reportAssignmentType]
     names = []
     for name, _ in model.named_parameters():
+        if (found := _EXPERTS.fullmatch(name)) is not None:
+            pieces = _EXPERT_PIECES[found["family"], found["weight"]]
+            names += [f"{found['before']}.experts.{n}.{piece}.weight" for n in range(experts) for piece in pieces]
+            continue
         for module, pieces in fused.items():
             if f".{module}." in name:
                 names.extend(name.replace(f".{module}.", f".{piece}.") for piece in pieces)
