@@ -28,7 +28,8 @@ from nereus.events import (
     TransitionDone,
     TransitionFailed,
 )
-from nereus.layout import Plan, changed_plan, first_plan
+from nereus.layout import Plan, first_plan
+from nereus.transition import placed_change
 
 State = Literal["starting", "running", "changing", "finished"]
 
@@ -85,7 +86,7 @@ class Controller:
             return (Finish(reason="stopped" if self.stopping else "done"),)
         change = self._changes.pop(self.step, None)
         if change is not None:
-            plan = changed_plan(self.plan, change, self._config)
+            plan = placed_change(self._config, self.plan, change)
             if plan != self.plan:
                 self.state, self._wanted = "changing", plan
                 return (ChangePlan(step=self.step, plan=plan, reason=f"scripted before step {self.step}"),)

@@ -1,29 +1,40 @@
-"""Which bytes go from which slot to which: target holdings cut against present ones."""
+"""Which bytes go from which slot to which: slices, packed in buckets, ordered in rounds; and the proof that they may."""
 
 from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from nereus.boxes import Box
+import numpy as np
+
+from nereus.boxes import Box, flat_boxes
 from nereus.errors import TransferFailed
-from nereus.schedule import rounds
+from nereus.fleet import Fleet, uniform
+from nereus.schedule import pipelined, rounds
 from nereus.storage import Shard
+from nereus.transfer.boxtable import TRACK, box_of, of_holding
+from nereus.transfer.demands import DESTINATION, HOP, SOURCE, START, STOP, STREAM
+from nereus.transfer.routes import RELAY_LEAST_BYTES, Routes, routes
+from nereus.transfer.streams import streams
 
 Holding = Mapping[int, tuple[Shard, ...]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Slice:
-    """A box that `source` gives and `destination` receives; `held` and `wanted` are the shards it lies in."""
+    """A box that `source` gives and `destination` receives; `held` and `wanted` are the shards it lies in.
+
+    At hop 0 `held` is of the present; at a higher hop it is what the source itself wanted and received before.
+    """
 
     source: int
     destination: int
     held: Shard
     wanted: Shard
     box: Box
+    hop: int = 0
 
     @property
     def size_bytes(self) -> int:
@@ -77,65 +88,70 @@ class Movement:
         return sum(b.size_bytes for b in self.buckets if b.destination == slot)
 
 
-def cut(present: Holding, target: Holding, *, rename: Mapping[str, str] | None = None) -> tuple[Slice, ...]:
+def cut(
+    present: Holding,
+    target: Holding,
+    *,
+    rename: Mapping[str, str] | None = None,
+    fleet: Fleet | None = None,
+    relay_least_bytes: int | None = RELAY_LEAST_BYTES,
+) -> tuple[Slice, ...]:
     """Slices that give every slot of `target` its shards from the holders in `present`; each byte exactly once.
 
-    A slot serves itself first. What only one slot holds is charged to it first; then what several hold is taken, the
-    largest first, from the one that sends least. `rename` maps target EMU names to the present EMU that they are
-    filled from. TransferFailed when nobody holds a needed box.
+    Senders are chosen by `nereus.transfer.routes` over `fleet` (default: one node). `rename` maps target EMU names to the
+    present EMU that they are filled from. TransferFailed when nobody holds a needed box.
     """
-    holders: dict[tuple[str, str, str], list[tuple[int, Shard]]] = defaultdict(list)
-    for slot in sorted(present):
-        for shard in present[slot]:
-            holders[shard.emu, shard.component, shard.tensor].append((slot, shard))
-    names = rename or {}
-    cells: list[_Cell] = []
-    for slot in sorted(target):
-        for wanted in target[slot]:
-            key = (names.get(wanted.emu, wanted.emu), wanted.component, wanted.tensor)
-            cells += _cells(slot, wanted, holders[key])
-    sent: dict[int, int] = defaultdict(int)
-    chosen: dict[int, Slice] = {}
-    for index in sorted(range(len(cells)), key=lambda i: (len(cells[i].offers) > 1, -cells[i].size_bytes, i)):
-        cell = cells[index]
-        source = min(cell.offers, key=lambda slot: (sent[slot], slot))
-        chosen[index] = Slice(
-            source=source, destination=cell.slot, held=cell.offers[source], wanted=cell.wanted, box=cell.box
-        )
-        if source != cell.slot:
-            sent[source] += cell.size_bytes
-    return tuple(chosen[index] for index in range(len(cells)))
+    slots = max((*present, *target), default=-1) + 1
+    links = fleet or uniform(slots, slots_per_node=max(slots, 1))
+    wanted = streams(of_holding(present), of_holding(target), rename)
+    return tuple(slices_of(routes(wanted, np.arange(slots), links, relay_least_bytes=relay_least_bytes)))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Cell:
-    """A part of a wanted shard that each of `offers` (held shard by slot) could give whole."""
-
-    slot: int
-    wanted: Shard
-    box: Box
-    offers: Mapping[int, Shard]
-
-    @property
-    def size_bytes(self) -> int:
-        return self.box.elements * (self.wanted.size_bytes // self.wanted.box.elements)
+def slices_of(found: Routes, slot: int | None = None) -> Iterator[Slice]:
+    """The slices of a routing, or only those that one slot gives, receives or keeps; made as they are asked for."""
+    expand = _Expansion(found)
+    kept = found.kept if slot is None else found.kept[found.kept[:, 1] == slot]
+    for stream, holder in kept:
+        yield from expand.range(int(stream), int(holder), int(holder), 0, int(found.streams.size_bytes[stream]), 0)
+    for row in found.rows if slot is None else found.of_slot(slot):
+        yield from expand.range(*(int(row[c]) for c in (STREAM, SOURCE, DESTINATION, START, STOP, HOP)))
 
 
-def _cells(slot: int, wanted: Shard, holders: list[tuple[int, Shard]]) -> list[_Cell]:
-    """Cells of one wanted shard: first what the slot holds itself, then by the smallest common parts."""
-    found: list[_Cell] = []
-    missing: list[Box] = [wanted.box]
-    while missing:
-        box = missing.pop()
-        offers = [(s, held, part) for s, held in holders if (part := held.box.intersect(box)) is not None]
-        if not offers:
-            raise TransferFailed(f"no slot holds {wanted.component} of {wanted.tensor} {box} for slot {slot}")
-        own = [offer for offer in offers if offer[0] == slot]
-        part = max(own, key=lambda o: o[2].elements)[2] if own else min(offers, key=lambda o: o[2].elements)[2]
-        able = {s: held for s, held, _ in (own or offers) if held.box.contains(part)}
-        found.append(_Cell(slot=slot, wanted=wanted, box=part, offers=able))
-        missing += box.subtract(part)
-    return found
+class _Expansion:
+    """Turns byte ranges of streams into slices."""
+
+    def __init__(self, found: Routes) -> None:
+        self.streams = found.streams
+        self._shards: dict[tuple[bool, int, str], Shard] = {}
+        self._members = [frozenset(s.tolist()) for s in found.streams.present.sets]
+
+    def range(self, stream: int, source: int, destination: int, start: int, stop: int, hop: int) -> Iterator[Slice]:
+        """Slices of the bytes [start, stop) of a stream."""
+        s = self.streams
+        base = int(s.ends[s.first[stream]])
+        first = int(np.searchsorted(s.ends, base + start, side="right")) - 1
+        last = int(np.searchsorted(s.ends, base + stop, side="left"))
+        for atom in range(first, last):
+            track = s.target.tracks[int(s.atoms[atom, TRACK])]
+            box, unit = box_of(track, s.atoms[atom]), track.element_bytes
+            low, high = (base + start - int(s.ends[atom])) // unit, (base + stop - int(s.ends[atom])) // unit
+            row = int(s.wanted[atom])
+            for _, part in flat_boxes(box, low, high):
+                for component in track.components:
+                    wanted = self._shard(True, row, component)
+                    held = wanted if hop else self._shard(False, self._held(atom, source), component)
+                    yield Slice(source=source, destination=destination, held=held, wanted=wanted, box=part, hop=hop)
+
+    def _held(self, atom: int, source: int) -> int:
+        """The present row from which `source` gives an atom: the first covering in which it holds it."""
+        rows = (int(row) for row in self.streams.held[atom] if row >= 0)
+        return next(row for row in rows if source in self._members[int(self.streams.present.holders[row])])
+
+    def _shard(self, target: bool, row: int, component: str) -> Shard:
+        key = (target, row, component)
+        if key not in self._shards:
+            self._shards[key] = (self.streams.target if target else self.streams.present).shard(row, component)
+        return self._shards[key]
 
 
 def _split(piece: Slice, limit_bytes: int) -> list[Slice]:
@@ -153,28 +169,51 @@ def _split(piece: Slice, limit_bytes: int) -> list[Slice]:
 def movement(slices: tuple[Slice, ...], bucket_bytes: int, first_turn: int = 0) -> Movement:
     """Packs slices into buckets of at most half of `bucket_bytes` and orders these in rounds.
 
-    A slot sends and receives at most one bucket a round, so its staging never exceeds `bucket_bytes`.
+    A slot sends and receives at most one bucket a round, so its staging never exceeds `bucket_bytes`. What is handed on
+    goes in a later round than it came in.
     """
     limit = max(bucket_bytes // 2, 1)
-    queues: dict[tuple[int, int], list[list[Slice]]] = defaultdict(lambda: [[]])
-    sizes: dict[tuple[int, int], int] = defaultdict(int)
+    queues: dict[tuple[int, int, int], list[list[Slice]]] = defaultdict(lambda: [[]])
+    sizes: dict[tuple[int, int, int], int] = defaultdict(int)
     for whole_piece in slices:
         if whole_piece.source == whole_piece.destination:
             continue
-        pair = (whole_piece.source, whole_piece.destination)
+        key = (whole_piece.hop, whole_piece.source, whole_piece.destination)
         for piece in _split(whole_piece, limit):
-            if sizes[pair] + piece.size_bytes > limit and queues[pair][-1]:
-                queues[pair].append([])
-                sizes[pair] = 0
-            queues[pair][-1].append(piece)
-            sizes[pair] += piece.size_bytes
-    loads = [(pair, tuple(parts)) for pair, lists in sorted(queues.items()) for parts in lists if parts]
-    turns = rounds([pair for pair, _ in loads])
+            if sizes[key] + piece.size_bytes > limit and queues[key][-1]:
+                queues[key].append([])
+                sizes[key] = 0
+            queues[key][-1].append(piece)
+            sizes[key] += piece.size_bytes
+    loads = [(key[1:], tuple(parts)) for key, lists in sorted(queues.items()) for parts in lists if parts]
+    pairs = [pair for pair, _ in loads]
+    relayed = any(key[0] for key in queues)
+    turns = pipelined(pairs, _feeds([parts for _, parts in loads])) if relayed else rounds(pairs)
     buckets = tuple(
         Bucket(turn=first_turn + turn, source=pair[0], destination=pair[1], slices=parts)
         for (pair, parts), turn in sorted(zip(loads, turns, strict=True), key=lambda item: (item[1], item[0][0]))
     )
     return Movement(kept=tuple(s for s in slices if s.source == s.destination), buckets=buckets)
+
+
+def _feeds(loads: Sequence[tuple[Slice, ...]]) -> list[list[int]]:
+    """For each bucket the earlier ones that bring its source what it hands on."""
+    arrived: dict[tuple[int, Shard], list[tuple[int, Box]]] = defaultdict(list)
+    for index, parts in enumerate(loads):
+        for piece in parts:
+            arrived[piece.destination, piece.wanted].append((index, piece.box))
+    return [
+        sorted(
+            {
+                feed
+                for piece in parts
+                if piece.hop
+                for feed, box in arrived[piece.source, piece.held]
+                if feed < index and box.intersect(piece.box) is not None
+            }
+        )
+        for index, parts in enumerate(loads)
+    ]
 
 
 def join(parts: tuple[Movement, ...]) -> Movement:
@@ -203,35 +242,57 @@ def check(
     """Proves a movement before it runs: TransferFailed with the first violation.
 
     Every target byte is written exactly once, from a slot that holds that byte of that component of that tensor;
-    nothing travels that is in place; a slot takes part in at most one send and one receive a round; no bucket exceeds
+    nothing travels that is in place; what is handed on has come before; a slot takes part in at most one send and one receive a round; no bucket exceeds
     its half of `bucket_bytes`.
     """
     names = rename or {}
     held = {slot: set(shards) for slot, shards in present.items()}
+    given = {slot: set(shards) for slot, shards in target.items()}
     written: dict[tuple[int, Shard], list[Box]] = defaultdict(list)
     for piece in (*moved.kept, *(s for b in moved.buckets for s in b.slices)):
-        if piece.held not in held.get(piece.source, ()) or not piece.held.box.contains(piece.box):
+        if piece.held not in (given if piece.hop else held).get(piece.source, ()) or not piece.held.box.contains(
+            piece.box
+        ):
             raise TransferFailed(f"slot {piece.source} does not hold {piece.held.tensor} {piece.box}")
-        same = replace(piece.held, emu=names.get(piece.wanted.emu, piece.wanted.emu), box=piece.wanted.box)
-        if replace(piece.wanted, emu=same.emu) != same or piece.held.emu != same.emu:
+        source_emu = piece.wanted.emu if piece.hop else names.get(piece.wanted.emu, piece.wanted.emu)
+        if piece.held != replace(piece.wanted, emu=source_emu, box=piece.held.box):
             raise TransferFailed(f"{piece.wanted.component} of {piece.wanted.tensor} would be filled from {piece.held}")
         written[piece.destination, piece.wanted].append(piece.box)
-    _check_nothing_in_place_travels(present, moved)
+    _check_nothing_in_place_travels(present, moved, names)
     for slot, shards in target.items():
         for shard in shards:
             _check_cover(slot, shard, written.pop((slot, shard), []))
     if written:
         raise TransferFailed(f"bytes written that no target wants: {next(iter(written))}")
+    _check_handed_on(moved)
     _check_ports(moved, bucket_bytes)
 
 
-def _check_nothing_in_place_travels(present: Holding, moved: Movement) -> None:
+def _check_handed_on(moved: Movement) -> None:
+    """What is handed on has come, all of it, in an earlier round."""
+    arrived: dict[tuple[int, Shard], list[tuple[int, Box]]] = defaultdict(list)
+    for bucket in moved.buckets:
+        for piece in bucket.slices:
+            arrived[piece.destination, piece.wanted].append((bucket.turn, piece.box))
+    for bucket in moved.buckets:
+        for piece in bucket.slices:
+            if piece.hop:
+                there = arrived[piece.source, piece.held]
+                common = [box.intersect(piece.box) for turn, box in there if turn < bucket.turn]
+                if sum(box.elements for box in common if box is not None) != piece.box.elements:
+                    raise TransferFailed(
+                        f"slot {piece.source} would hand on {piece.held.tensor} {piece.box} before it came"
+                    )
+
+
+def _check_nothing_in_place_travels(present: Holding, moved: Movement, names: Mapping[str, str]) -> None:
     in_place: dict[tuple[int, str, str, str], list[Box]] = defaultdict(list)
     for slot, shards in present.items():
         for shard in shards:
             in_place[slot, shard.emu, shard.component, shard.tensor].append(shard.box)
     for piece in (s for b in moved.buckets for s in b.slices):
-        own = in_place[piece.destination, piece.held.emu, piece.held.component, piece.held.tensor]
+        emu = names.get(piece.wanted.emu, piece.wanted.emu)
+        own = in_place[piece.destination, emu, piece.held.component, piece.held.tensor]
         if piece.source != piece.destination and any(box.intersect(piece.box) for box in own):
             raise TransferFailed(f"{piece.wanted.tensor} {piece.box} is in place on slot {piece.destination}, yet sent")
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from nereus.layout import Plan, StagePlan
-from nereus.model import EMBEDDING, FINAL_NORM, ModelSpec
+from nereus.config import Config, PlanChange, StageConfig
+from nereus.fleet import uniform
+from nereus.layout import Plan, StagePlan, changed_plan
+from nereus.model import EMBEDDING, FINAL_NORM, ModelSpec, models_of
 from nereus.slices import Holding, Movement, check, cut, join, layered, movement
 from nereus.storage import Shard, emu_name, holding
+from nereus.transfer.placement import StageMove, place
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,6 +67,36 @@ def build(specs: Mapping[str, ModelSpec], before: Plan, after: Plan, bucket_byte
         target=target,
         moved=movement(cut(present, target), bucket_bytes),
     )
+
+
+def placed_change(config: Config, plan: Plan, change: PlanChange) -> Plan:
+    """The plan after a scripted change, each stage that is cut anew placed on its slots so that least is paid.
+
+    A stage whose `slots` are given keeps their order, and so does generation (an engine keeps shared memory for each
+    order of its slots that it has seen); the others take them in the order that `nereus.transfer.placement` finds.
+    """
+    after = changed_plan(plan, change, config)
+    specs = models_of(config.model)
+    moves: dict[str, StageMove] = {}
+    standing: dict[str, tuple[ModelSpec, StagePlan]] = {}
+    for name, stage in after.stages():
+        before: StagePlan = getattr(plan, name)
+        wanted: StageConfig | None = getattr(change, name)
+        if wanted is None or same_cut(before, stage):
+            standing[name] = (specs[stage.model], stage)
+            continue
+        if stage.stage == "generate":
+            standing[name] = (specs[stage.model], stage)
+            continue
+        pinned = wanted.slots is not None
+        moves[name] = StageMove(spec=specs[stage.model], before=before, after=stage, pinned=pinned)
+    if all(move.pinned for move in moves.values()):
+        return after
+    slots = config.fleet.slots
+    found = place(
+        moves, uniform(slots, slots_per_node=slots), syncs=(("actor_train", "actor_generate"),), standing=standing
+    )
+    return replace(after, **{name: replace(moves[name].after, slots=taken) for name, taken in found.slots.items()})
 
 
 def check_transition(transition: Transition, bucket_bytes: int) -> None:

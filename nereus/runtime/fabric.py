@@ -102,7 +102,8 @@ def _turn(
     for bucket in sends:
         buffer = torch.empty(bucket.size_bytes, dtype=torch.uint8, device=device)
         for piece, span in _spans(bucket, buffer):
-            span.copy_(_part(sources[piece.held], piece.held, piece.box))
+            given = targets if piece.hop else sources  # what is handed on came in an earlier round
+            span.copy_(_part(given[piece.held], piece.held, piece.box))
         operations.append(dist.P2POp(dist.isend, buffer, bucket.destination))
     try:
         for work in dist.batch_isend_irecv(operations):  # one group on NCCL, one by one on gloo

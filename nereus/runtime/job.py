@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
+from nereus.boxes import Box
 from nereus.config import Config
 from nereus.errors import DigestMismatch, TransferFailed
 from nereus.layout import Plan, StagePlan
@@ -47,10 +48,14 @@ class Job:
         self.specs: dict[str, ModelSpec] = models_of(self.config.model)
 
     def align(self, stages: Sequence[StagePlan]) -> None:
-        """Before groups are built: equal counters on all slots, and a group for each stage's slots."""
+        """Before groups are built: equal counters on all slots, and a group for each stage's slots.
+
+        Groups of slots that no stage of the plan runs on are kept for a while: plans come back.
+        """
         counts = self.pool.call_all("group_count")
         rank_sets = tuple(dict.fromkeys(stage.slots for stage in stages))
-        self.pool.call_all("align", rank_sets, max(counts.values()))
+        used = frozenset(stage.slots for _, stage in self.plan.stages())
+        self.pool.call_all("align", rank_sets, max(counts.values()), used)
 
     def attach(self, stages: Sequence[StagePlan], label: str) -> None:
         """Builds these stages from detached state, one after the other: engines build groups in one global order."""
@@ -125,18 +130,36 @@ def combined(specs: Mapping[str, ModelSpec], by_slot: Mapping[int, Mapping[Shard
                     f"{seen[shard][0]} and {slot}"
                 )
             seen[shard] = (slot, value)
-    sums: dict[str, dict[str, int]] = {}
-    elements: dict[tuple[str, str], int] = {}
-    for shard, (_, value) in seen.items():
-        key = f"{shard.emu} {shard.component}"
-        tensors = sums.setdefault(key, {})
-        tensors[shard.tensor] = (tensors.get(shard.tensor, 0) + value) & MASK
-        elements[key, shard.tensor] = elements.get((key, shard.tensor), 0) + shard.box.elements
-    for (key, tensor), count in elements.items():
-        expected = prod(specs[key.split(".")[0]].tensor(tensor).shape)
+    boxes: dict[tuple[str, str], list[tuple[Box, int]]] = {}
+    for shard in sorted(seen):
+        boxes.setdefault((f"{shard.emu} {shard.component}", shard.tensor), []).append((shard.box, seen[shard][1]))
+    sums: dict[str, dict[str, str]] = {}
+    for (key, tensor), held in sorted(boxes.items()):
+        value = _tensor_digest(f"{key} of {tensor}", held, prod(specs[key.split(".")[0]].tensor(tensor).shape))
+        sums.setdefault(key, {})[tensor] = f"{value:016x}"
+    return sums
+
+
+def _tensor_digest(what: str, held: Sequence[tuple[Box, int]], expected: int) -> int:
+    """The digest of a tensor from its boxes: of each covering, where copies are cut in other places than each other."""
+    coverings: list[list[tuple[Box, int]]] = []
+    if sum(box.elements for box, _ in held) == expected:
+        coverings.append(list(held))
+    else:
+        for box, value in held:
+            apart = (c for c in coverings if all(box.intersect(other) is None for other, _ in c))
+            covering = next(apart, None)
+            if covering is None:
+                coverings.append(covering := [])
+            covering.append((box, value))
+    for covering in coverings:
+        count = sum(box.elements for box, _ in covering)
         if count != expected:
-            raise DigestMismatch(f"{key} of {tensor}: {count} elements are held, the tensor has {expected}")
-    return {key: {name: f"{value:016x}" for name, value in sorted(t.items())} for key, t in sorted(sums.items())}
+            raise DigestMismatch(f"{what}: {count} elements are held, the tensor has {expected}")
+    found = {sum(value for _, value in covering) & MASK for covering in coverings}
+    if len(found) > 1:
+        raise DigestMismatch(f"{what}: its copies differ")
+    return found.pop()
 
 
 def short(digests: Digests) -> dict[str, str]:

@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-CODE = ("nereus", "tests", "experiments", "scripts", "analysis", "baselines")
+CODE = ("nereus", "tests", "experiments", "scripts", "analysis", "baselines", "benchmarks")
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 500, 50
 
 # A number says its unit in its name: `bucket_bytes`, `send_bytes_per_second`, `prompts_per_step`, or the bare unit.
 UNITS = """
     bytes seconds flops tokens samples prompts sequences requests steps epochs mini_batches micro_batches
-    slots nodes ranks replicas groups processes threads descriptors files buckets pieces layers heads elements rows
-    count ratio share fraction percent nats
+    slots nodes ranks replicas groups processes threads descriptors files buckets pieces layers heads elements rows experts
+    nics count ratio share fraction percent nats
 """
 UNIT = "|".join(word.removesuffix("s") + "s?" for word in UNITS.split())
 HAS_UNIT = re.compile(rf"(.*_)?({UNIT})(_per_({UNIT}))?")
@@ -26,14 +26,14 @@ CONTAINERS = ("Optional", "tuple", "list", "Sequence")
 
 # Numbers without a unit, by the reason why they have none. A name counts whole, or as the last `_word` of a longer one.
 DIMENSIONLESS = {
-    "a degree of parallelism or a coordinate in one": "tp pp dp cp ep tp_rank pp_rank dp_rank",
+    "a degree of parallelism or a coordinate in one": "tp pp dp cp ep etp edp tp_rank pp_rank dp_rank",
     "identifies something, is not a quantity":
-        "id ids index position rank slot source destination replica step turn layer head version seed port pid digest responses",
-    "a coordinate or extent in a tensor's own index space": "shape start stop axis offset stride dim",
+        "id ids index position rank slot source destination replica step turn layer head version seed port pid digest responses expert stream hop",
+    "a coordinate or extent in a tensor's own index space": "shape start stop axis axes offset stride dim",
     "how a StagePlan cuts, in layers, samples and samples: the words of the config": "pipeline shares micro_batch",
     "the model's sizes under the names of its papers and HF configs": "hidden ffn vocab hidden_size vocab_size",
     "a coefficient of an algorithm under its usual name":
-        "lr gamma lam coef eps beta1 beta2 decay clip clip_grad clip_ratio_low clip_ratio_high temperature theta std",
+        "lr gamma lam coef eps beta1 beta2 decay clip clip_grad clip_ratio_low clip_ratio_high temperature theta factor std",
     "a loss, a reward or a statistic of them":
         "loss reward score scores norm mean first last kl entropy logprob logprobs standard_errors mean_exp_abs parity_max"
         " parity_mean_exp",

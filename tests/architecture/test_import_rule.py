@@ -31,6 +31,8 @@ def test_import_rule_holds() -> None:
         ("plan.py", "import torch", "nereus.plan is not allowed to import torch"),
         ("plan.py", "import nereus.runtime.slot", "nereus.plan is not allowed to import nereus.runtime.slot"),
         ("plan.py", "import nereus.engines.vllm.sync", "not allowed to import nereus.engines.vllm.sync"),
+        ("transfer/routes.py", "import torch", "nereus.transfer.routes is not allowed to import torch"),
+        ("costs/step.py", "import nereus.rl.batch", "nereus.costs.step is not allowed to import nereus.rl.batch"),
         ("sim/world.py", "import nereus.runtime.slot", "nereus.sim.world is not allowed to import nereus.runtime.slot"),
         ("runtime/slot.py", "import nereus.sim.world", "nereus.runtime.slot is not allowed to import nereus.sim.world"),
         ("runtime/slot.py", "import vllm", "not allowed to import vllm"),
@@ -39,7 +41,15 @@ def test_import_rule_holds() -> None:
 )
 def test_import_rule_can_fail(tmp_path: Path, path: str, line: str, complaint: str) -> None:
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
-    for module in ("plan", "sim/world", "runtime/slot", "rl/batch", "engines/vllm/sync"):
+    for module in (
+        "plan",
+        "transfer/routes",
+        "costs/step",
+        "sim/world",
+        "runtime/slot",
+        "rl/batch",
+        "engines/vllm/sync",
+    ):
         file = tmp_path / "nereus" / f"{module}.py"
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text("import vllm\n" if "engines" in module else "")

@@ -25,7 +25,8 @@ from nereus.events import (
     TransitionDone,
     TransitionFailed,
 )
-from nereus.layout import Plan, changed_plan, first_plan
+from nereus.layout import Plan, first_plan
+from nereus.transition import placed_change
 from nereus.world import drive
 from tests.core.scenes import CONFIG, DP4, PP2_DP2, THREE, TP2_PP2, with_changes
 
@@ -83,7 +84,7 @@ class ControllerMachine(RuleBasedStateMachine):
             assert command == Finish(reason="stopped" if self.stopped else "done")
             return
         change = self.scripted.get(step)
-        plan = self.plan if change is None else changed_plan(self.plan, change, self.config)
+        plan = self.plan if change is None else placed_change(self.config, self.plan, change)
         if plan != self.plan and step not in self.changed_before:
             assert isinstance(command, ChangePlan)
             assert (command.step, command.plan) == (step, plan)
@@ -228,7 +229,7 @@ def test_a_failed_change_leaves_the_plan_and_the_run_goes_on() -> None:
         "step5",
         "finish",
     ]
-    assert controller.plan == changed_plan(changed_plan(PLAN, CHANGES[2], SCRIPT), CHANGES[0], SCRIPT)
+    assert controller.plan == placed_change(SCRIPT, placed_change(SCRIPT, PLAN, CHANGES[2]), CHANGES[0])
 
 
 def test_a_stop_ends_the_run_at_the_next_safe_point() -> None:
@@ -259,4 +260,4 @@ def test_the_end_of_a_change_to_another_plan_is_refused(event) -> None:
     (change,) = controller.handle(ready())
     assert isinstance(change, ChangePlan)
     with pytest.raises(InvalidEvent):
-        controller.handle(event(changed_plan(PLAN, CHANGES[0], SCRIPT)))
+        controller.handle(event(placed_change(SCRIPT, PLAN, CHANGES[0])))

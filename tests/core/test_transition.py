@@ -19,7 +19,7 @@ from nereus.storage import emu_name, holding
 from nereus.transition import Transition, build, build_sync, check_transition, same_cut, sync_order
 from nereus.validate import validate
 from tests.core.scenes import BUCKET_BYTES, CONFIG, TRANSITIONS, with_plan
-from tests.core.test_movement import assert_legal, missing_bytes
+from tests.moving import assert_legal, missing_bytes
 from tests.strategies import FEW_VOCABS, model_configs, stage_plans
 
 SPECS = models_of(CONFIG.model)

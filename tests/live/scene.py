@@ -24,7 +24,7 @@ from nereus.config import (
     WarmupConfig,
 )
 from nereus.controller import Controller
-from nereus.layout import changed_plan, first_plan
+from nereus.layout import first_plan
 from nereus.report.display import QuietDisplay
 from nereus.runtime.changes import ChangeRecord, change_plan, first_state, start_generation
 from nereus.runtime.job import Job
@@ -33,6 +33,7 @@ from nereus.runtime.metrics import open_metrics
 from nereus.runtime.phases import Phases, task_of
 from nereus.runtime.pool import SlotPool
 from nereus.runtime.real import RealWorld, export_model, other_states
+from nereus.transition import placed_change
 from nereus.validate import validate
 from nereus.world import drive
 
@@ -127,7 +128,7 @@ class Scene:
     def change(self, **stages: StageConfig) -> ChangeRecord:
         """A live change of the named stages."""
         record = ChangeRecord(transition=f"t{self.job.state_version + 1}", step=self.steps + 1)
-        change_plan(self.job, changed_plan(self.job.plan, PlanChange(**stages), self.config), record, self.journal)
+        change_plan(self.job, placed_change(self.config, self.job.plan, PlanChange(**stages)), record, self.journal)
         return record
 
     def tensors(self, emu: str, component: str = "") -> dict[tuple[str, str], torch.Tensor]:

@@ -15,8 +15,8 @@ TOUR = (  # seven layouts over two slot sets: all four slots, and three of them
     {"actor_train": S(pp=4), "critic_train": S(pp=2, dp=2, pipeline=(3, 1))},
     {"actor_train": S(tp=2, pp=2), "critic_train": S(pp=2, dp=2), "actor_generate": S(tp=4)},
 )
-KEPT_GROUPS = 3
-"""Groups that may stay for the life of a world: one per set of slots other than all of them (two engine parts)."""
+KEPT_GROUPS = 4 + 4
+"""Groups that may stay: of the orders of slots that the plan's four stages run on, and of four more that are idle."""
 
 
 def test_twenty_changes_leave_groups_descriptors_and_threads(pool: SlotPool, tmp_path: Path) -> None:

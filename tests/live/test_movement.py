@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import ast
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 import nereus.runtime.fabric
+import nereus.slices
+import nereus.transition
 from nereus.config import Config, ModelConfig, RunConfig, TransferConfig, WarmupConfig
 from nereus.errors import DigestMismatch, TransferFailed
 from nereus.rl.batch import build
@@ -19,7 +23,7 @@ from nereus.runtime.journal import read_journal
 from nereus.runtime.pool import SlotPool
 from nereus.slices import movement
 from nereus.transition import build as build_transition
-from tests.live.scene import S, Scene, config
+from tests.live.scene import FIRST, S, Scene, config
 
 LAYOUTS = (  # (actor training layout, generation layout) of a tour through all that the quickstart uses, and more
     (S(pp=2, dp=2, micro_batch=4), S(tp=2, dp=2)),
@@ -95,6 +99,22 @@ def test_small_buckets_bound_the_staging(pool: SlotPool, tmp_path: Path) -> None
     record = scene.change(actor_train=S(dp=4, micro_batch=4))
     assert record.moved is not None
     assert record.moved.staged_bytes <= 32 << 10
+    after = scene.tensors("actor.train")
+    assert all(torch.equal(after[key], before[key]) for key in before)
+
+
+def test_state_is_handed_on(pool: SlotPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From one slot to four: the new ones exchange stripes of what the first sends, and it arrives bit by bit."""
+    monkeypatch.setattr(nereus.transition, "cut", partial(nereus.slices.cut, relay_least_bytes=1))
+    plan = replace(FIRST, actor_train=S(micro_batch=4, distributed_optimizer=False))
+    scene = Scene(pool, config(plan=plan, transfer=TransferConfig(bucket_bytes=64 << 10)), tmp_path, generation=False)
+    before = scene.tensors("actor.train")
+    record = scene.change(actor_train=S(dp=4, micro_batch=4, distributed_optimizer=False))
+    assert record.moved is not None
+    state_bytes = record.moved.received_bytes[1]
+    assert record.moved.counted_bytes == record.moved.planned_bytes == 3 * state_bytes
+    assert record.moved.sent_bytes[0] < 1.2 * state_bytes  # once, where it would be three times without relays
+    assert min(record.moved.sent_bytes[slot] for slot in (1, 2, 3)) > 0.5 * state_bytes
     after = scene.tensors("actor.train")
     assert all(torch.equal(after[key], before[key]) for key in before)
 
