@@ -2,7 +2,7 @@ CONFIG ?= experiments/quickstart.yaml
 ARGS ?=
 EXPERIMENT ?= quickstart_pair
 
-.PHONY: run test experiments analysis slurm-test baselines-check check setup clean
+.PHONY: run test experiments analysis slurm-test bench-checkpoints bench-planner baselines-check check setup clean
 
 run: setup  ## train CONFIG (dotted overrides in ARGS)
 	@.venv/bin/nereus train $(CONFIG) $(ARGS)
@@ -19,6 +19,12 @@ analysis: setup  ## draw every figure of analysis/ into analysis/figures/, from 
 
 slurm-test: setup  ## jobs on a real Slurm of two nodes on this host (root; installs slurm-wlm and munge if missing)
 	@NEREUS_SLURM_TEST=1 OMP_NUM_THREADS=1 .venv/bin/python -m pytest tests/slurm $(ARGS)
+
+bench-checkpoints: setup  ## runs that are killed in the middle of a save or stopped, then resumed: minutes
+	@NEREUS_BENCH_CHECKPOINTS=1 OMP_NUM_THREADS=1 .venv/bin/python -m pytest tests/live/test_checkpoint_endings.py -s $(ARGS)
+
+bench-planner: setup  ## seconds, memory and gaps of the transfer planner, beside Megatron-core's; ARGS: changes gaps peer
+	@OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.planner $(ARGS)
 
 baselines-check: setup  ## verl's own parser judges our command lines (own environment in build/verl, 1 GB; needs the index once)
 	@.venv/bin/python -m baselines.verl.check

@@ -6,10 +6,10 @@ import dataclasses
 import difflib
 import re
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 import yaml
 from omegaconf import OmegaConf
@@ -17,6 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from nereus.config import Config
 from nereus.errors import ConfigError
+from nereus.interchange.start import from_folder
 
 QUICKSTART = "experiments/quickstart.yaml"
 EXPECTED = {
@@ -30,22 +31,25 @@ MISPLACED = (OmegaConfBaseException, IndexError, TypeError, ValueError)  # what 
 Record = TypeVar("Record")
 
 
-def load_config(path: Path | None, overrides: list[str]) -> Config:
+def load_config(path: Path | None, overrides: list[str], stated: Mapping[str, object] | None = None) -> Config:
     """The Config of the YAML file at `path` with overrides such as `run.steps=3` applied in order.
 
+    `stated` gives whole sections and keys (dotted) that take the place of the file's, before the overrides.
     Raises ConfigError, naming the key path, the value and what would be right, for a missing or malformed file, an
     unknown key and a value of the wrong type. Whether the values fit together is `nereus.validate`'s question.
     """
     if path is None:
         raise ConfigError("CONFIG", None, f"expected a configuration file, such as the shipped {QUICKSTART}")
     document = _document(path)
+    for key, value in (stated or {}).items():
+        OmegaConf.update(document, key, _escaped(value), merge=False)
     for override in overrides:
         document = _overridden(document, override)
     try:
         plain = OmegaConf.to_container(document, resolve=True)
     except OmegaConfBaseException as error:
         raise ConfigError("CONFIG", str(path), _first_line(error)) from error
-    return _record(Config, plain, "")
+    return from_folder(_record(Config, plain, ""), cast("dict[str, Any]", plain))
 
 
 def dump_config(config: Config) -> str:

@@ -9,15 +9,21 @@ import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from io import TextIOWrapper
 from pathlib import Path
 
+from nereus.cli.accuracy import accuracy, add_accuracy
 from nereus.cli.compare import add_compare, compare
 from nereus.cli.doctor import examine, findings_text
 from nereus.cli.experiments import Trainer, add_experiment, experiment
+from nereus.cli.export import add_export, export
 from nereus.cli.folder import create_run_folder, discard_unused
+from nereus.cli.imports import add_import, import_folder
 from nereus.cli.load import QUICKSTART, load_config
+from nereus.cli.resume import add_resume, resumed_run
 from nereus.cli.submit import add_submit, submit
+from nereus.cli.transition import add_transition, transition
 from nereus.config import Config
 from nereus.errors import ConfigError, NereusError
 from nereus.report.display import Display, open_display
@@ -83,12 +89,12 @@ def _train(arguments: Namespace) -> int:
     return carry_out(config, rollouts, _run_real_job)
 
 
-def _check_real_job(config: Config, rollouts: Path | None) -> None:
+def _check_real_job(config: Config, rollouts: Path | None, first_step: int = 1) -> None:
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # layouts are written with a middle dot
     from nereus.runtime.run import check_job  # seconds, and much memory
 
-    check_job(config, rollouts)
+    check_job(config, rollouts, first_step)
 
 
 def _experiment(arguments: Namespace) -> int:
@@ -125,13 +131,28 @@ def carry_out(config: Config, rollouts: Path | None, run_job: RunJob) -> int:
     ConfigError before the first event takes the folder away again.
     """
     folder = create_run_folder(config, Path(config.run.folder))
-    display = open_display(config.run.steps, sys.stdout)
     try:
-        display.note(f"run folder {folder.path}")
-        with StopSignal() as stop:
-            run_job(config, folder, display, stop, rollouts)
+        return _told(folder, config.run.steps, [f"run folder {folder.path}"], partial(run_job, config), rollouts)
     except ConfigError:
         discard_unused(folder)
+        raise
+
+
+def _told(
+    folder: RunFolder,
+    steps: int,
+    lines: Sequence[str],
+    run_job: Callable[[RunFolder, Display, StopSignal, Path | None], None],
+    rollouts: Path | None,
+) -> int:
+    """Carries a job out in `folder`, after `lines` on its display, and prints the summary; the exit code."""
+    display = open_display(steps, sys.stdout)
+    try:
+        for line in lines:
+            display.note(line)
+        with StopSignal() as stop:
+            run_job(folder, display, stop, rollouts)
+    except ConfigError:
         raise
     except (NereusError, KeyboardInterrupt):
         display.close()
@@ -141,6 +162,24 @@ def carry_out(config: Config, rollouts: Path | None, run_job: RunJob) -> int:
         display.close()
     print(f"\n{render(summarise(folder.path))}", end="")
     return STOPPED if stop.requested else DONE
+
+
+def _resume(arguments: Namespace) -> int:
+    run = resumed_run(arguments)
+    check_mirror(run.config)
+    if run.nothing_left:
+        print("\n".join(run.told()))
+        return DONE
+    _check_real_job(run.config, run.rollouts, run.resumption.manifest.step + 1)
+    run.write_config()
+
+    def go_on(folder: RunFolder, display: Display, stop: StopSignal, rollouts: Path | None) -> None:
+        display.phase("importing the runtime")
+        from nereus.runtime.run import run_job  # seconds, and much memory
+
+        run_job(run.config, folder, display, stop, rollouts, run.resumption)
+
+    return _told(run.folder, run.config.run.steps, run.told(), go_on, run.rollouts)
 
 
 def _add_report(parser: ArgumentParser) -> None:
@@ -172,10 +211,15 @@ def _run_folder(key: str, name: str) -> Path:
 
 COMMANDS = {
     "train": Command(help="run PPO; its layout changes live", add=_add_train, run=_train),
+    "resume": Command(help="go on with a run from its newest good checkpoint", add=add_resume, run=_resume),
     "experiment": Command(help="carry out the runs of an experiment", add=add_experiment, run=_experiment),
     "submit": Command(help="give a run to Slurm", add=add_submit, run=submit),
+    "export": Command(help="write a checkpoint's model for others", add=add_export, run=export),
+    "import": Command(help="make a checkpoint of a foreign one", add=add_import, run=import_folder),
     "report": Command(help="print the summary of a run", add=_add_report, run=_report),
     "compare": Command(help="show runs side by side", add=add_compare, run=compare),
+    "accuracy": Command(help="show the cost model's errors on public tables", add=add_accuracy, run=accuracy),
+    "transition": Command(help="say what a change of layout would move", add=add_transition, run=transition),
     "doctor": Command(help="say what this machine has and what a run would miss", add=_add_doctor, run=_doctor),
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from nereus.report.display import bytes_text, change_text, in_order
@@ -19,6 +20,7 @@ SYNC_BYTES = "transition/sync_counted_bytes"
 PARITY_MAX, PARITY_MEAN_EXP = "rollout_corr/logp_diff_max", "rollout_corr/mean_exp_abs_diff"
 REWARD_SHUFFLED = "critic/score/shuffled_mean"
 PEAK_PREFIX = "perf/ledger_bytes/slot_"  # followed by the slot
+RESUMED = "resumed"
 TERMINAL = ("transition_done", "transition_failed")
 
 Row = Mapping[str, float]
@@ -59,8 +61,9 @@ class TransitionSummary:
 class Summary:
     """A run's outcome. NaN and empty mappings stand for what its records do not say.
 
-    `training_seconds` runs from the beginning of the first step to the last event;
-    `transition_fraction` is the share of it that transitions stopped the job for.
+    `training_seconds` runs from the beginning of the first step to the last event, without the time between an end
+    and the next step of the resumed run; `transition_fraction` is the share of it that transitions stopped the job for.
+    `resumed_steps` are the steps after which the run was resumed.
     """
 
     folder: Path
@@ -79,6 +82,7 @@ class Summary:
     parity_max_nats: float
     mean_exp_abs: float
     peak_ledger_bytes: Mapping[str, int]
+    resumed_steps: tuple[int, ...] = ()
 
 
 def summarise(folder: Path) -> Summary:
@@ -90,9 +94,9 @@ def summarise(folder: Path) -> Summary:
 
 def fold(events: Sequence[Event], metrics: Sequence[Row], folder: Path) -> Summary:
     """The summary that `events` and `metrics` (one row a step, in order) tell: pure."""
-    stopped = _last(events, "run_stopped")
+    stopped = _last(_since_resumed(events), "run_stopped")
     transitions = tuple(_transitions(events))
-    training_seconds = _end(events) - _training_start(events)
+    training_seconds = _end(events) - _training_start(events) - _idle_seconds(events)
     paused_seconds = sum(_known(entry.pause_seconds for entry in transitions))
     return Summary(
         folder=folder,
@@ -103,7 +107,7 @@ def fold(events: Sequence[Event], metrics: Sequence[Row], folder: Path) -> Summa
         shuffled_reward=_mean(_column(metrics, REWARD_SHUFFLED)),
         phase_seconds=_phase_seconds(metrics),
         transitions=transitions,
-        run_seconds=_end(events) - _at(_last(events, "run_started")),
+        run_seconds=_end(events) - _at(_last(events, "run_started")) - _away_seconds(events),
         training_seconds=training_seconds,
         transition_fraction=paused_seconds / training_seconds if training_seconds > 0 else math.nan,
         sync_seconds=_mean(_column(metrics, SYNC_SECONDS)),
@@ -111,6 +115,7 @@ def fold(events: Sequence[Event], metrics: Sequence[Row], folder: Path) -> Summa
         parity_max_nats=max(_column(metrics, PARITY_MAX), default=math.nan),
         mean_exp_abs=_mean(_column(metrics, PARITY_MEAN_EXP)),
         peak_ledger_bytes=_peaks(metrics),
+        resumed_steps=tuple(_count(event.get("step")) for event in events if event.get("kind") == RESUMED),
     )
 
 
@@ -197,9 +202,32 @@ def _peaks(metrics: Sequence[Row]) -> dict[str, int]:
     return dict(sorted(known.items(), key=lambda entry: (len(entry[0]), entry[0])))
 
 
+def _since_resumed(events: Sequence[Event]) -> Sequence[Event]:
+    """The events from the last resumption on; all where there was none."""
+    places = [index for index, event in enumerate(events) if event.get("kind") == RESUMED]
+    return events[places[-1] :] if places else events
+
+
+def _away_seconds(events: Sequence[Event]) -> float:
+    """How long the run stood between an end and its resumption."""
+    pairs = pairwise(events)
+    return sum(_known(_at(after) - _at(before) for before, after in pairs if after.get("kind") == RESUMED))
+
+
+def _idle_seconds(events: Sequence[Event]) -> float:
+    """From the last event before each resumption to the beginning of the next step, or to the end."""
+    total, ended = 0.0, math.nan
+    for before, event in pairwise(events):
+        if event.get("kind") == RESUMED and not math.isfinite(ended):
+            ended = _at(before)
+        elif event.get("kind") == "step_done" and math.isfinite(ended):
+            total, ended = total + _training_start([event]) - ended, math.nan
+    return total + (_end(events) - ended if math.isfinite(ended) else 0.0)
+
+
 def _planned_steps(events: Sequence[Event]) -> int:
-    """`run.steps` of the config in `run_started`; 0 when it is not told."""
-    started = _last(events, "run_started")
+    """`run.steps` of the last config that is told; 0 when none is."""
+    started = next((event for event in reversed(events) if event.get("kind") in ("run_started", RESUMED)), None)
     config = started.get("config") if started else None
     run = config.get("run") if isinstance(config, Mapping) else None
     return _count(run.get("steps")) if isinstance(run, Mapping) else 0
@@ -249,6 +277,8 @@ def _head(summary: Summary) -> list[str]:
     planned = f" of {summary.planned_steps}" if summary.planned_steps else ""
     took = f", {summary.run_seconds:.1f} s" if math.isfinite(summary.run_seconds) else ""
     lines = [f"run {summary.folder.name}: {summary.outcome}, {summary.steps}{planned} steps{took}"]
+    if summary.resumed_steps:
+        lines.append(f"resumed after step {', '.join(map(str, summary.resumed_steps))}; steps done twice count once")
     if summary.reward is not None:
         gain = summary.reward
         lines.append(
@@ -308,6 +338,7 @@ def _memory(summary: Summary) -> list[str]:
 def _places(summary: Summary) -> list[str]:
     run = RunFolder(path=summary.folder)
     places = [("config", run.config), ("journal", run.events), ("metrics", run.metrics), ("logs", run.logs)]
+    places += [("resumed", run.resumed), ("checkpoints", run.checkpoints)]
     places += [("rollouts", run.rollouts), ("model", run.model), ("wandb", run.path / "wandb")]
     found = [(name, str(path)) for name, path in places if path.exists()]
     width = max((len(name) for name, _ in found), default=0)

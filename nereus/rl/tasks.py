@@ -13,6 +13,7 @@ from typing import Any
 from reasoning_gym.factory import DATASETS, create_dataset
 
 from nereus.errors import ConfigError
+from nereus.rl.folder_tokenizer import Tokenizer
 from nereus.rl.tokenizer import ByteTokenizer
 
 RESERVED_OPTIONS = ("seed", "size")  # set by Task
@@ -24,7 +25,7 @@ class Prompt:
     """One prompt of a task.
 
     prompt_id: its number in the task. question: reasoning-gym's own text. text: what the model sees (the template
-    filled in). token_ids: bos and the bytes of `text`. answer: reasoning-gym's oracle answer, None where it has none.
+    filled in). token_ids: bos and the tokens of `text`. answer: reasoning-gym's oracle answer, None where it has none.
 
     Example: Prompt(prompt_id=0, question="Spell this word backward (example: sun -> nus): cup", text="cup>",
     token_ids=(257, 99, 117, 112, 62), answer="puc").
@@ -51,17 +52,18 @@ class Task:
         *,
         template: str = "{question}",
         stream: str = "train",
+        tokenizer: Tokenizer | None = None,
     ) -> None:
         """`options` are those of reasoning-gym's config of the task; `stream` names an independent sequence of prompts
         ("train", "warmup", "test", ...) of the same seed.
 
         `template` makes the prompt from `{question}` or from the entry's metadata, e.g. "{word}>" for spell_backward,
         so that a byte-level model need not read a long constant preamble. It must not name metadata that gives the
-        answer away.
+        answer away. `tokenizer` is the byte tokenizer by default.
         Errors: ConfigError naming data.task, data.task_options.* or data.prompt_template.
         """
         self.name, self.seed, self.template = name, seed, template
-        self.tokenizer = ByteTokenizer()
+        self.tokenizer: Tokenizer = tokenizer or ByteTokenizer()
         self.chunk = functools.lru_cache(maxsize=8)(
             lambda number: open_dataset(name, options, dataset_seed(name, seed, stream, number))
         )

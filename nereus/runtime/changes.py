@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from nereus.errors import DigestMismatch, TransferFailed
+from nereus.interchange.start import first_steps
 from nereus.layout import Plan, StagePlan
 from nereus.runtime.job import Digests, Job, MoveReport, short
 from nereus.runtime.journal import Journal
@@ -152,8 +153,8 @@ def start_generation(job: Job) -> None:
 
 
 def first_state(job: Job) -> None:
-    """Builds the actor under the first plan, from the run's seed."""
+    """Builds the actor under the first plan, from the run's seed or from model.folder."""
     stage = job.plan.actor_train
     job.create(stage, holding(job.specs["actor"], stage), NEXT)
-    job.optimizer_steps[emu_name(stage)] = 0
+    job.optimizer_steps[emu_name(stage)] = first_steps(job.config.model)
     job.attach([stage], NEXT)

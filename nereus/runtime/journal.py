@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import time
@@ -48,6 +49,16 @@ class RunFolder:
         """The folder of the model that the run creates."""
         return self.path / "model"
 
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of the checkpoints, made by the first."""
+        return self.path / "checkpoints"
+
+    @property
+    def resumed(self) -> Path:
+        """The configuration under which the run was last resumed, YAML; not there before."""
+        return self.path / "resumed.yaml"
+
     def is_run(self) -> bool:
         """Whether a run has written here."""
         return self.config.is_file() and self.events.is_file()
@@ -90,6 +101,11 @@ class JsonLines:
             ) from error
         self.lines += 1
 
+    def claim(self) -> None:
+        """Locks the file against other processes. JournalError when one has it."""
+        if not _locked(self._file.fileno()):
+            raise JournalError(f"{self.path}: another process is writing this run; wait for its end, or stop it")
+
     def close(self) -> None:
         """Close the file; closing twice does nothing."""
         self._file.close()
@@ -116,9 +132,30 @@ class Journal:
         self._lines.append({"seq": seq, "at_seconds": at, "kind": kind, **fields}, sync=sync)
         return seq
 
+    def claim(self) -> None:
+        """Keeps other processes from writing this run until the journal is closed. JournalError when one does now."""
+        self._lines.claim()
+
     def close(self) -> None:
         """Close the file; closing twice does nothing."""
         self._lines.close()
+
+
+def is_being_written(path: Path) -> bool:
+    """Whether a process has claimed the journal in `path`."""
+    with path.open("rb") as file:
+        return not _locked(file.fileno())
+
+
+def _locked(descriptor: int) -> bool:
+    """Whether the file could be locked; also where its file system knows no locks."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    return True
 
 
 def read_journal(path: Path) -> list[dict[str, object]]:

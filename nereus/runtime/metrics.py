@@ -8,6 +8,7 @@ import logging
 import math
 import netrc
 import os
+import re
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -67,7 +68,8 @@ def open_metrics(config: Config, folder: RunFolder, note: Callable[[str], None])
 def read_metrics(path: Path) -> list[dict[str, float]]:
     """The rows of `metrics.jsonl` in order, null as NaN; a torn last line is left out.
 
-    Raises JournalError with the line number where a value is not a number.
+    A resumed run does steps again that came after its checkpoint: a row takes the place of those of its step and of
+    later ones that stand before it. Raises JournalError with the line number where a value is not a number.
     """
     rows: list[dict[str, float]] = []
     for number, record in enumerate(read_lines(path), start=1):
@@ -76,6 +78,8 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
             if value is not None and not isinstance(value, int | float):
                 raise JournalError(f"{path}: line {number}: {key}: expected a number, found {value!r}")
             row[key] = math.nan if value is None else value
+        while rows and STEP in row and rows[-1].get(STEP, -math.inf) >= row[STEP]:
+            rows.pop()
         rows.append(row)
     return rows
 
@@ -164,21 +168,28 @@ def _open_mirror(config: Config, folder: RunFolder, note: Callable[[str], None])
     try:
         wandb.setup(settings=wandb.Settings(silent=True))
         try:
-            run = _init(wandb, mode, config, folder)
+            run = _init(wandb, mode, config, folder, _earlier_id(folder.path / "wandb"))
         except failures as error:
             if mode == "offline":
                 raise
             reason = str(error).partition("\n")[0]
             note(f"W&B is not reachable, this run is mirrored offline ({reason})")
-            run = _init(wandb, "offline", config, folder)
+            run = _init(wandb, "offline", config, folder, None)
     except failures as error:
         note(f"W&B does not start, metrics.jsonl has everything ({error})")
         return NoMirror()
     return WandbMirror(wandb, run, note)
 
 
-def _init(wandb: Any, mode: str, config: Config, folder: RunFolder) -> Any:
-    """A W&B run in `mode`, silent, with its files in the run folder."""
+def _earlier_id(folder: Path) -> str | None:
+    """The id of the W&B run that has its files in `folder`, from before a resumption; None for a new run."""
+    found = [re.fullmatch(r"(?:offline-)?run-(\d+_\d+)-(\w+)", path.name) for path in folder.glob("*run-*")]
+    named = sorted((match[1], match[2]) for match in found if match)
+    return named[0][1] if named else None
+
+
+def _init(wandb: Any, mode: str, config: Config, folder: RunFolder, earlier_id: str | None) -> Any:
+    """A W&B run in `mode`, silent, with its files in the run folder; a resumed run goes on under its earlier id."""
     estimator, model = config.algorithm.adv_estimator, config.model
     keys = {
         "system": "nereus",
@@ -190,6 +201,8 @@ def _init(wandb: Any, mode: str, config: Config, folder: RunFolder) -> Any:
     run = wandb.init(
         mode=mode,
         project=config.logger.project,
+        id=earlier_id,
+        resume="allow" if earlier_id and mode == "online" else None,  # offline, the equal id joins them at `wandb sync`
         name=folder.path.name,
         group=config.run.group or None,
         job_type="nereus",

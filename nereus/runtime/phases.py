@@ -12,14 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nereus.config import ModelConfig
 from nereus.errors import JournalError, SlotFailed
 from nereus.layout import StagePlan, batch_shares
 from nereus.rl.advantages import AdvantageSettings, estimate, token_rewards
 from nereus.rl.batch import Batch, build, split
 from nereus.rl.correction import mismatch
+from nereus.rl.folder_tokenizer import tokenizer_of
 from nereus.rl.losses import Denominators, PolicySettings, ValueSettings, kl_divergence
 from nereus.rl.tasks import Task
-from nereus.rl.tokenizer import EOS_ID
 from nereus.rollout import Completion, Request, samples_of_step
 from nereus.runtime.job import Job, MoveReport, report
 from nereus.runtime.messages import PhaseResult
@@ -145,7 +146,7 @@ class Phases:
                 seed=s.seed(config.run.seed),
                 temperature=config.rollout.temperature,
                 max_response_tokens=config.data.max_response_tokens,
-                stop_token=EOS_ID,
+                stop_token=self.task.tokenizer.eos_id,
             )
             for s in self._samples(step)
         ]
@@ -264,7 +265,14 @@ class Phases:
     def lessons(self) -> Task:
         """The task's stream of examples for the warm-up: other prompts than training sees."""
         data = self.job.config.data
-        return task_of(data.task, data.task_options, self.job.config.run.seed, data.prompt_template, "warmup")
+        return task_of(
+            data.task,
+            data.task_options,
+            self.job.config.run.seed,
+            data.prompt_template,
+            "warmup",
+            self.job.config.model,
+        )
 
     def _shuffled(self, rollouts: Rollouts) -> float:
         """Mean score of the responses held against the next sample's prompt: the base rate, if the reward needs it."""
@@ -293,7 +301,8 @@ class Phases:
         m["response_length/mean"], m["response_length/max"] = float(lengths.mean()), float(lengths.max())
         m["response_length/min"] = float(lengths.min())
         m["response_length/clip_ratio"] = float(
-            sum(len(r) == limit and r[-1] != EOS_ID for r in rollouts.responses) / len(rollouts.responses)
+            sum(len(r) == limit and r[-1] != self.task.tokenizer.eos_id for r in rollouts.responses)
+            / len(rollouts.responses)
         )
         m["prompt_length/mean"] = float(batch.prompt_lengths.double().mean())
         m["critic/advantages/mean"] = float(batch.columns["advantages"][batch.mask > 0].mean())
@@ -315,9 +324,18 @@ class Phases:
 _TASKS: dict[tuple[object, ...], Task] = {}
 
 
-def task_of(name: str, options: dict[str, object], seed: int, template: str, stream: str) -> Task:
-    """The task; made once for the same arguments."""
-    key = (name, repr(sorted(options.items())), seed, template, stream)
+def task_of(
+    name: str,
+    options: dict[str, object],
+    seed: int,
+    template: str,
+    stream: str,
+    model: ModelConfig | None = None,
+) -> Task:
+    """The task, in the tokens of `model`'s folder (by default bytes); made once for the same arguments."""
+    folder, vocab = (model.folder, model.vocab) if model else ("", 0)
+    key = (name, repr(sorted(options.items())), seed, template, stream, folder, vocab)
     if key not in _TASKS:
-        _TASKS[key] = Task(name, options, seed, template=template, stream=stream)
+        tokenizer = tokenizer_of(folder, vocab)
+        _TASKS[key] = Task(name, options, seed, template=template, stream=stream, tokenizer=tokenizer)
     return _TASKS[key]

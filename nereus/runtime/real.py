@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from nereus.catalogue import hf_config
 from nereus.config import Config
 from nereus.errors import NereusError
 from nereus.events import (
@@ -24,16 +25,19 @@ from nereus.events import (
     TransitionDone,
     TransitionFailed,
 )
+from nereus.interchange.companions import carry_tokenizer, settings_beside
 from nereus.layout import Plan, first_plan
 from nereus.model import VALUE_HEAD
 from nereus.report.display import Display
-from nereus.rl.tokenizer import EOS_ID, PAD_ID, ByteTokenizer
+from nereus.resumption import Resumption
 from nereus.runtime.changes import NEXT, ChangeRecord, ChangeUndone, change_plan, first_state, start_generation
+from nereus.runtime.checkpoints import Checkpoints
 from nereus.runtime.job import Job, short
 from nereus.runtime.journal import Journal, RunFolder
 from nereus.runtime.metrics import MetricsWriter
 from nereus.runtime.phases import Phases, StepRecord, task_of
 from nereus.runtime.pool import SlotPool
+from nereus.runtime.restore import restore
 from nereus.slices import cut, movement
 from nereus.storage import emu_name, holding
 
@@ -60,25 +64,32 @@ class RealWorld:
     display: Display
     stop: Stop
     recorded: Path | None = None
+    resumption: Resumption | None = None
     records: list[StepRecord] = field(default_factory=list)
     changes: list[ChangeRecord] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         data = self.config.data
         self.job = Job(config=self.config, pool=self.pool, plan=first_plan(self.config))
-        task = task_of(data.task, data.task_options, self.config.run.seed, data.prompt_template, "train")
+        seed, template = self.config.run.seed, data.prompt_template
+        task = task_of(data.task, data.task_options, seed, template, "train", self.config.model)
         self.phases = Phases(job=self.job, task=task, folder=self.folder.rollouts, recorded=self.recorded)
         self._queue: deque[Event] = deque()
         self._finished = False
         self._stop_told = False
-        self._transitions = 0
+        self._warm = True
+        self._transitions = self.resumption.transition_count if self.resumption else 0
+        self._step = self.resumption.manifest.step if self.resumption else 0  # the last that is done
+        self.checkpoints = Checkpoints(
+            job=self.job, folder=self.folder.checkpoints, journal=self.journal, note=self.display.note
+        )
 
     # -- World ---------------------------------------------------------------------------------------------------
 
     def events(self) -> Iterator[Event]:
         """Prepares the job, then yields what happens until `Finish` has been carried out."""
         self._prepare()
-        self._queue.append(JobReady(at_seconds=time.time(), step=1))
+        self._queue.append(JobReady(at_seconds=time.time(), step=self._step + 1))
         while not self._finished:
             if self.stop.requested and not self._stop_told:
                 self._stop_told = True
@@ -97,6 +108,7 @@ class RealWorld:
                 self._change(command)
             case Finish():
                 self._finished = True
+                self._save_last()
                 self.journal.append("run_stopped", reason=command.reason, steps=len(self.records), sync=True)
 
     # -- preparation ---------------------------------------------------------------------------------------------
@@ -104,14 +116,33 @@ class RealWorld:
     def _prepare(self) -> None:
         export_model(self.config, self.folder.model)
         self.pool.call_all("configure", self.config, str(self.folder.model))
-        self.display.phase("building the actor")
-        first_state(self.job)
-        self._warm_up()
-        self.display.phase("building reference and critic, starting the engines")
-        other_states(self.job)
+        if self.resumption is not None:
+            self._resume(self.resumption)
+        else:
+            self.display.phase("building the actor")
+            first_state(self.job)
+            self._warm_up()
+            self.display.phase("building reference and critic, starting the engines")
+            other_states(self.job)
         start_generation(self.job)
         self.job.plan_sync()
-        self.journal.append("state", state_version=0, digests=self._digests(), plan_id=self.job.plan.plan_id)
+        self.journal.append(
+            "state", state_version=self.job.state_version, digests=self._digests(), plan_id=self.job.plan.plan_id
+        )
+
+    def _resume(self, resumption: Resumption) -> None:
+        folder = Path(resumption.folder)
+        self.display.phase(f"reading {folder.name} onto the slots")
+        missing = restore(self.job, folder, resumption.manifest)
+        other_states(self.job, missing)
+        self.job.state_version = max(self.job.state_version, resumption.state_version)
+        self.checkpoints.saved_step = self._step
+
+    def _save_last(self) -> None:
+        """The state at the end; none of a warm-up that was cut short, from which nothing could be resumed alike."""
+        if self._warm:
+            self.display.phase("saving a checkpoint")
+            self.checkpoints.at_end(self._step)
 
     def _warm_up(self) -> None:
         steps = self.config.warmup.steps
@@ -120,10 +151,12 @@ class RealWorld:
             if step == 1 or step % 10 == 0 or step == steps:
                 self.display.phase(f"warm-up {step}/{steps} loss {loss:.3f}")
             if self.stop.requested:
+                self._warm = step == steps
                 break
         actor = emu_name(self.job.plan.actor_train)
-        self.pool.call_all("reset_optimizer", actor)
-        self.job.optimizer_steps[actor] = 0
+        if steps:
+            self.pool.call_all("reset_optimizer", actor)
+            self.job.optimizer_steps[actor] = 0
         self.journal.append("warmup_done", steps=steps)
 
     def _digests(self) -> dict[str, str]:
@@ -135,6 +168,8 @@ class RealWorld:
     def _run_step(self, step: int) -> None:
         record = self.phases.run(step)
         self.records.append(record)
+        self._step = step
+        self._save(record)
         memory = self.pool.call_all("memory")
         for slot, facts in memory.items():
             record.metrics[f"perf/ledger_bytes/slot_{slot}"] = float(max(facts.peaks.values(), default=0))
@@ -151,7 +186,8 @@ class RealWorld:
         }
         done = self.changes[-1] if self.changes and self.changes[-1].step == step else None
         record.metrics["timing_s/transition"] = done.pause_seconds if done else 0.0
-        record.metrics["transition/count"] = float(len(self.changes))
+        before = self.resumption.applied_count if self.resumption else 0
+        record.metrics["transition/count"] = float(before + len(self.changes))
         if done and done.moved:
             record.metrics["transition/planned_bytes"] = float(done.moved.planned_bytes)
             record.metrics["transition/counted_bytes"] = float(done.moved.counted_bytes)
@@ -169,7 +205,22 @@ class RealWorld:
         self.display.step(record.metrics, str(self.job.plan))
         self._queue.append(StepFinished(at_seconds=time.time(), step=step, step_seconds=record.seconds["step"]))
 
+    def _save(self, record: StepRecord) -> None:
+        """What of a checkpoint stops the step's slots counts as part of the step, as in verl's metrics."""
+        if not self.config.checkpoint.every_steps:
+            return
+        seconds = self.checkpoints.after_step(record.step)
+        record.seconds["step"] += seconds
+        tokens, slots = record.metrics["perf/total_num_tokens"], len(self.pool.numbers)
+        record.metrics |= {
+            "timing_s/save_checkpoint": seconds,
+            "timing_s/step": record.seconds["step"],
+            "perf/time_per_step": record.seconds["step"],
+            "perf/throughput": tokens / (record.seconds["step"] * slots),
+        }
+
     def _change(self, command: ChangePlan) -> None:
+        self.checkpoints.settle()
         self._transitions += 1
         name = f"t{self._transitions}"
         before, after = str(self.job.plan), str(command.plan)
@@ -214,12 +265,11 @@ def plan_record(plan: Plan) -> dict[str, object]:
     return {name: asdict(stage) for name, stage in plan.stages()}
 
 
-def other_states(job: Job) -> None:
+def other_states(job: Job, names: Sequence[str] = ("reference_infer", "critic_train")) -> None:
     """Reference and critic from the actor: the reference is its copy, the critic its backbone with a new head."""
-    plan = job.plan
-    actor, reference, critic = plan.actor_train, plan.reference_infer, plan.critic_train
+    actor = job.plan.actor_train
     present = holding(job.specs["actor"], actor)
-    for stage in (reference, critic):
+    for stage in (getattr(job.plan, name) for name in names):
         full = holding(job.specs[stage.model], stage)
         job.create(stage, full, NEXT)
         target = {
@@ -233,34 +283,8 @@ def other_states(job: Job) -> None:
 
 
 def export_model(config: Config, folder: Path) -> None:
-    """Writes what vLLM reads: a Hugging Face config.json (the weights come by sync), and the byte tokenizer."""
-    m = config.model
+    """Writes what vLLM reads: a Hugging Face config.json (the weights come by sync), and the tokenizer."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(
-        json.dumps(
-            {
-                "architectures": ["LlamaForCausalLM"],
-                "model_type": "llama",
-                "hidden_size": m.hidden,
-                "intermediate_size": m.ffn,
-                "num_hidden_layers": m.layers,
-                "num_attention_heads": m.heads,
-                "num_key_value_heads": m.kv_heads,
-                "head_dim": m.head_dim,
-                "vocab_size": m.vocab,
-                "max_position_embeddings": 4096,
-                "rms_norm_eps": m.norm_eps,
-                "rope_theta": m.rope_theta,
-                "rope_parameters": {"rope_theta": m.rope_theta, "rope_type": "default"},
-                "hidden_act": "silu",
-                "attention_bias": False,
-                "mlp_bias": False,
-                "tie_word_embeddings": False,
-                "torch_dtype": m.dtype,
-                "pad_token_id": PAD_ID,
-                "eos_token_id": EOS_ID,
-            },
-            indent=1,
-        )
-    )
-    ByteTokenizer().export(folder)
+    made = hf_config(config.model)
+    (folder / "config.json").write_text(json.dumps(made | settings_beside(config.model, made), indent=1))
+    carry_tokenizer(config.model.folder, folder)

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from nereus.checkpoint import Part, Read
 from nereus.config import Config
 from nereus.engines.megatron import cpu
 from nereus.engines.megatron.engine import TrainEngine, adam_of
@@ -22,6 +23,8 @@ from nereus.engines.megatron.steps import forward, train
 from nereus.engines.vllm.boot import boot
 from nereus.engines.vllm.engine import GenerationEngine
 from nereus.engines.world import Census, ProcessWorld, census
+from nereus.errors import SlotOutOfMemory
+from nereus.interchange import start
 from nereus.layout import StagePlan
 from nereus.model import models_of, seed_of
 from nereus.rl.batch import Batch, over_tensors
@@ -31,8 +34,11 @@ from nereus.runtime.fabric import Program, Traffic
 from nereus.runtime.ledger import ActivationMeter, Ledger, resident_bytes, settle
 from nereus.runtime.messages import PhaseResult, SlotMemory
 from nereus.runtime.objective import Objective
+from nereus.runtime.shards import Reader, SaveStarted, SaveState, Writing, fill, written
 from nereus.storage import MOMENTS, Shard, emu_name
 
+SNAPSHOT = "checkpoint.snapshot"
+IDLE_GROUPS = 4  # of slots that no stage runs on, kept because plans come back
 LOGIT_COPIES = 6  # of [rows, S, local vocabulary] float32: raw, scaled, masked, shifted, exp, log-probabilities
 
 
@@ -47,6 +53,7 @@ class Slot:
         self.world: ProcessWorld | None = None
         self.generation: GenerationEngine | None = None
         self.live: dict[str, TrainEngine] = {}
+        self._writing: Writing | SaveState | None = None
         settle()
         self._baseline_bytes = resident_bytes()
         self.configure(Config(), ".")
@@ -54,6 +61,9 @@ class Slot:
     def configure(self, config: Config, model_folder: str) -> None:
         """Begins a job on this slot: nothing of an earlier one is kept but its world."""
         self.stop_generation()
+        if isinstance(self._writing, Writing):
+            self._writing.join(self.config.fleet.phase_timeout_seconds)
+        self._writing = None
         for name in list(self.live):
             self.live.pop(name).close()
         self.config, self.model_folder = config, Path(model_folder)
@@ -93,11 +103,14 @@ class Slot:
             raise RuntimeError(f"slot {self.number} has not joined a world")
         return self.world
 
-    def align(self, rank_sets: tuple[tuple[int, ...], ...], group_count: int) -> int:
+    def align(
+        self, rank_sets: tuple[tuple[int, ...], ...], group_count: int, used: frozenset[tuple[int, ...]] = frozenset()
+    ) -> int:
         """Collective over all slots, before groups are built: equal names from here on, and a group per rank set."""
         self._joined.align_group_count(group_count)
         for ranks in rank_sets:
             self._joined.sub(ranks)
+        self._joined.forget_idle({*used, *rank_sets}, IDLE_GROUPS)
         return self._joined.group_count
 
     def group_count(self) -> int:
@@ -107,8 +120,13 @@ class Slot:
     # -- state ---------------------------------------------------------------------------------------------------
 
     def create(self, model: str, shards: tuple[Shard, ...], label: str) -> None:
-        """Fills detached shards with the state that `model` starts with."""
-        made = state.initial(self.specs[model], shards, self.config.run.seed)
+        """Fills detached shards with the state that `model` starts with: the actor's from model.folder if there is one."""
+        if model == "actor" and self.config.model.folder:
+            limit_bytes = max(self.config.transfer.bucket_bytes // 2, 1)
+            with self.ledger.during("staging", limit_bytes):
+                made = start.fill(self.specs[model], shards, limit_bytes)
+        else:
+            made = state.initial(self.specs[model], shards, self.config.run.seed)
         self._keep(label, made)
 
     def _keep(self, label: str, made: state.Store) -> None:
@@ -207,6 +225,51 @@ class Slot:
         held = self._sources((emu,), "").items()
         return {s: t.clone() for s, t in held if component in ("", s.component)}
 
+    # -- checkpoints ---------------------------------------------------------------------------------------------
+
+    def save(self, path: str, parts: tuple[Part, ...]) -> SaveStarted:
+        """Copies `parts` of the live state to host memory and lets a thread write them to the new file `path`.
+
+        Where the budget has no room for the copy the file is written here and now. What comes of it: `save_state`.
+        """
+        sources = self._sources(tuple(self.live), "")
+        limit_bytes = max(self.config.transfer.bucket_bytes // 2, 1)
+        reader = Reader(parts, sources, self._full_shape, limit_bytes)
+        boxes = tuple(part.stored for part in parts)
+        copy_bytes = sum(stored.size_bytes for stored in boxes)
+        with self.ledger.in_phase("save_checkpoint"):
+            try:
+                if state.device().type == "cpu":  # else the copy is not in the memory that the budget counts
+                    self.ledger.hold(SNAPSHOT, copy_bytes)
+            except SlotOutOfMemory as error:
+                with self.ledger.during("staging", limit_bytes):
+                    self._writing = written(Path(path), boxes, reader.data())
+                return SaveStarted(boxes=reader.boxes, snapshot_bytes=0, reason=str(error))
+            copied = list(reader.data())
+        self._writing = Writing(Path(path), boxes, copied)
+        return SaveStarted(boxes=reader.boxes, snapshot_bytes=copy_bytes)
+
+    def _full_shape(self, shard: Shard) -> tuple[int, ...]:
+        return self.specs[shard.emu.split(".", maxsplit=1)[0]].tensor(shard.tensor).shape
+
+    def save_state(self) -> SaveState:
+        """How far the file of the last `save` is; once it is done the copy is forgotten."""
+        found = self._writing.state() if isinstance(self._writing, Writing) else self._writing
+        if found is None:
+            raise RuntimeError(f"slot {self.number} writes no checkpoint")
+        if found.done:
+            self.ledger.release(SNAPSHOT)
+        return found
+
+    def load(self, folder: str, reads: tuple[Read, ...], blank: tuple[Shard, ...], label: str) -> int:
+        """Fills new detached shards from a checkpoint's files, `blank` ones with zeros; returns the bytes read."""
+        made = state.empty(dict.fromkeys(read.wanted for read in reads))
+        made.update({shard: tensor.zero_() for shard, tensor in state.empty(blank).items()})
+        self._keep(label, made)
+        limit_bytes = max(self.config.transfer.bucket_bytes // 2, 1)
+        with self.ledger.during("staging", limit_bytes):
+            return fill(Path(folder), reads, made, limit_bytes)
+
     # -- phases --------------------------------------------------------------------------------------------------
 
     @contextmanager
@@ -230,8 +293,7 @@ class Slot:
     def _logit_bytes(self, engine: TrainEngine, share: Batch, micro_batch: int) -> int:
         if not engine.last_stage or engine.spec.head == "value":
             return 0
-        vocab = engine.module.output_layer.weight.shape[0]
-        return LOGIT_COPIES * micro_batch * share.width_tokens * vocab * 4
+        return LOGIT_COPIES * micro_batch * share.width_tokens * engine.padded_vocab_rows * 4
 
     def forward(self, emu: str, share: Batch, micro_batch: int, phase: str) -> PhaseResult:
         """Collective over the stage: what the model says about this slot's share of the batch."""

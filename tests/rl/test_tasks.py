@@ -14,8 +14,8 @@ from nereus.rl.tokenizer import BOS_ID, EOS_ID
 WORDS = {"min_word_len": 3, "max_word_len": 5}
 
 
-def backward(seed: int = 1, **others: str) -> Task:
-    return Task("spell_backward", WORDS, seed, **{"template": "{word}>", **others})
+def backward(seed: int = 1, template: str = "{word}>", **others: str) -> Task:
+    return Task("spell_backward", WORDS, seed, template=template, **others)  # pyright: ignore[reportArgumentType]
 
 
 def test_prompt_is_a_function_of_seed_and_id() -> None:

@@ -1,0 +1,177 @@
+"""Files of `torch.save`, read box by box: the zip directory, the pickle without running it, and mapped storages.
+
+torch writes an uncompressed zip: NAME/data.pkl, which refers to storages by key, and NAME/data/KEY, their plain bytes.
+"""
+
+from __future__ import annotations
+
+import io
+import struct
+import zipfile
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nereus.boxes import Box
+from nereus.interchange.unpickle import Record, RefusedPickle, unpickle
+
+# how numpy maps the bytes of a type that it may not know
+MAPPED = {
+    "float64": np.float64,
+    "float32": np.float32,
+    "float16": np.float16,
+    "bfloat16": np.uint16,
+    "int64": np.int64,
+    "int32": np.int32,
+    "int16": np.int16,
+    "int8": np.int8,
+    "uint8": np.uint8,
+    "bool": np.uint8,
+}
+_LOCAL_HEADER_BYTES = 30  # of a zip entry, before its name and extra field (PKZIP application note, 4.3.7)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Storage:
+    """A run of `elements` values of one type in the archive."""
+
+    dtype: str
+    key: str
+    elements: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SavedTensor:
+    """A tensor as the pickle describes it; `offset` and `stride` in elements of its storage."""
+
+    storage: Storage
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+class _Window(io.RawIOBase):
+    """The bytes [start, start + length) of a file as a file of their own."""
+
+    def __init__(self, path: Path, start: int, length: int) -> None:
+        self._file = path.open("rb")
+        self._start, self._length, self._at = start, length, 0
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        self._at = (0, self._at, self._length)[whence] + offset
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def seekable(self) -> bool:
+        return True
+
+    def readable(self) -> bool:
+        return True
+
+    def read(self, size: int = -1) -> bytes:
+        left = max(self._length - self._at, 0)
+        self._file.seek(self._start + self._at)
+        data = self._file.read(left if size is None or size < 0 else min(size, left))
+        self._at += len(data)
+        return data
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
+class Archive:
+    """What `torch.save` wrote into `path` at [start, start + length), all of the file by default.
+
+    Raises RefusedPickle for what is no such archive, names a class that is not listed, or points outside itself.
+    """
+
+    def __init__(self, path: Path, start: int = 0, length: int | None = None) -> None:
+        self.path, self.start = path, start
+        size = path.stat().st_size
+        self.length = size - start if length is None else length
+        if start < 0 or self.length < 0 or start + self.length > size:
+            raise self._damaged(f"bytes {start:,} to {start + self.length:,} are not in a file of {size:,} bytes")
+        try:
+            with _Window(path, start, self.length) as window, zipfile.ZipFile(window) as archive:  # type: ignore[arg-type]
+                self._entries = {info.filename.partition("/")[2]: info for info in archive.infolist()}
+                order = archive.read(self._entries["byteorder"]) if "byteorder" in self._entries else b"little"
+                self._pickle = archive.read(self._entries["data.pkl"])
+        except (zipfile.BadZipFile, KeyError, NotImplementedError, ValueError, EOFError) as error:
+            raise self._damaged(f"no archive of torch.save: {error}") from error
+        if order != b"little":
+            raise self._damaged(f"byte order {order!r}, expected little")
+
+    def _damaged(self, what: str) -> RefusedPickle:
+        return RefusedPickle(f"{self.path}: refused: {what}")
+
+    @cached_property
+    def content(self) -> Any:
+        """The saved value: tensors as SavedTensor, listed classes as Record."""
+        return self._plain(unpickle(self._pickle, str(self.path), self._storage))
+
+    def _storage(self, pid: Any) -> Storage:
+        try:
+            kind, dtype, key, _, elements = pid
+            if kind != "storage" or dtype not in MAPPED:
+                raise ValueError(f"storage of {dtype!r}")
+            return Storage(dtype=dtype, key=str(key), elements=int(elements))
+        except (TypeError, ValueError) as error:
+            raise self._damaged(f"persistent id {pid!r}: {error}") from error
+
+    def _plain(self, value: Any) -> Any:
+        """`value` with rebuilt tensors and parameters in the place of the Records that stand for them."""
+        if isinstance(value, Record) and value.kind == "torch._utils._rebuild_tensor_v2":
+            storage, offset, shape, strides, *_ = value.arguments
+            if not isinstance(storage, Storage):
+                raise self._damaged("a tensor without storage")
+            return SavedTensor(storage=storage, offset=int(offset), shape=tuple(shape), stride=tuple(strides))  # type: ignore[arg-type]
+        if isinstance(value, Record) and value.kind == "torch._utils._rebuild_parameter":
+            return self._plain(value.arguments[0])
+        if isinstance(value, Record):
+            value.fields = {name: self._plain(part) for name, part in value.fields.items()}
+            return value
+        if isinstance(value, dict):
+            return {name: self._plain(part) for name, part in value.items()}
+        if isinstance(value, list | tuple):
+            return type(value)(self._plain(part) for part in value)
+        return value
+
+    def _data_start(self, storage: Storage, item_bytes: int) -> int:
+        """Where a storage's bytes begin in the file."""
+        info = self._entries.get(f"data/{storage.key}")
+        if info is None or info.compress_type != zipfile.ZIP_STORED or info.file_size < storage.elements * item_bytes:
+            raise self._damaged(f"storage {storage.key} of {storage.elements:,} {storage.dtype} is not there in full")
+        with _Window(self.path, self.start, self.length) as window:
+            window.seek(info.header_offset + 26)
+            name_bytes, extra_bytes = struct.unpack("<HH", window.read(4))
+        start = info.header_offset + _LOCAL_HEADER_BYTES + name_bytes + extra_bytes
+        if start + info.file_size > self.length:
+            raise self._damaged(f"storage {storage.key} ends behind the archive")
+        return self.start + start
+
+    def read(self, tensor: SavedTensor, box: Box) -> Tensor:
+        """The elements of `box` of a saved tensor, in the type it was saved in; only their pages are read."""
+        storage = tensor.storage
+        numpy_type = np.dtype(MAPPED[storage.dtype])
+        last = tensor.offset + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride, strict=True))
+        if min((tensor.offset, *tensor.stride), default=0) < 0 or (all(tensor.shape) and last >= storage.elements):
+            raise self._damaged(f"a tensor of shape {tensor.shape} reaches outside its storage {storage.key}")
+        mapped = np.memmap(
+            self.path,
+            dtype=numpy_type,
+            mode="r",
+            offset=self._data_start(storage, numpy_type.itemsize),
+            shape=(storage.elements,),
+        )
+        strides = tuple(s * numpy_type.itemsize for s in tensor.stride)
+        view = np.lib.stride_tricks.as_strided(mapped[tensor.offset :], tensor.shape, strides, writeable=False)
+        part = torch.from_numpy(np.array(view[box.slices((0,) * len(tensor.shape))], order="C"))
+        return part.view(getattr(torch, storage.dtype)) if storage.dtype in ("bfloat16", "bool") else part

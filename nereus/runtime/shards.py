@@ -1,0 +1,194 @@
+"""The files of a checkpoint as a slot writes and reads them: safetensors, a key for each box.
+
+The slot's main thread copies its boxes to host memory and goes on training; a second thread writes the copy, which is
+plain bytes by then: it touches neither torch nor an engine. Where the copy does not fit into the slot's budget, the
+main thread writes, a chunk at a time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from nereus.checkpoint import DIGEST_MASK, VERSION, Part, Read, StoredBox, chunks
+from nereus.errors import CheckpointError
+from nereus.model import DTYPE_BYTES
+from nereus.runtime.digest import box_digest
+from nereus.storage import Shard
+
+DTYPE_NAMES = {"float32": "F32", "bfloat16": "BF16"}
+ALIGN_BYTES = 8  # of the header, so that data is aligned when the file is mapped
+Bytes = NDArray[np.uint8]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SaveStarted:
+    """What a slot says when its part of a checkpoint has begun: the boxes with their digests, the copy's bytes.
+
+    `reason` says why the slot wrote in the foreground, "" where it writes in the background.
+    """
+
+    boxes: tuple[StoredBox, ...]
+    snapshot_bytes: int
+    reason: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SaveState:
+    """How far a slot's file is; size, checksum and seconds of writing once it is done, or the error."""
+
+    done: bool
+    size_bytes: int = 0
+    sha256: str = ""
+    seconds: float = 0.0
+    error: str = ""
+
+
+def header(boxes: Sequence[StoredBox]) -> bytes:
+    """The head of a safetensors file whose data are `boxes` in this order."""
+    entries: dict[str, object] = {"__metadata__": {"format": "nereus-checkpoint", "version": str(VERSION)}}
+    at = 0
+    for stored in boxes:
+        entries[stored.key] = {
+            "dtype": DTYPE_NAMES[stored.dtype],
+            "shape": list(stored.box.shape),
+            "data_offsets": [at, at + stored.size_bytes],
+        }
+        at += stored.size_bytes
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % ALIGN_BYTES)
+    return len(text).to_bytes(8, "little") + text
+
+
+def write_file(path: Path, boxes: Sequence[StoredBox], data: Iterable[Bytes]) -> tuple[int, str]:
+    """Writes a new safetensors file and puts it on the disk; (size in bytes, SHA-256 in hex) of all of it.
+
+    `data` are the bytes of the boxes in order, row-major, in pieces of any length. Raises OSError (a full disk, say)
+    and CheckpointError when `data` is not as long as the boxes say.
+    """
+    seen, size_bytes = hashlib.sha256(), 0
+    expected_bytes = sum(stored.size_bytes for stored in boxes)
+    with path.open("xb", buffering=0) as file:
+        for piece in _pieces(header(boxes), data):
+            seen.update(piece)
+            left = piece
+            while left:
+                left = left[file.write(left) :]
+            size_bytes += len(piece)
+        os.fsync(file.fileno())
+    head_bytes = len(header(boxes))
+    if size_bytes - head_bytes != expected_bytes:
+        raise CheckpointError(f"{path}: {size_bytes - head_bytes:,} bytes of data, the boxes have {expected_bytes:,}")
+    return size_bytes, seen.hexdigest()
+
+
+def _pieces(head: bytes, data: Iterable[Bytes]) -> Iterator[memoryview]:
+    yield memoryview(head)
+    for array in data:
+        if array.size:
+            yield np.ascontiguousarray(array).reshape(-1).data
+
+
+def bytes_of(tensor: Tensor) -> Bytes:
+    """The bytes of a tensor in host memory, row-major, whatever its type; not a copy where it is contiguous there."""
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+
+
+class Writing:
+    """A thread that writes one file from plain bytes; `state` says how far it is."""
+
+    def __init__(self, path: Path, boxes: Sequence[StoredBox], data: Iterable[Bytes]) -> None:
+        self._state = SaveState(done=False)
+        self._thread = threading.Thread(target=self._run, args=(path, boxes, data), daemon=True, name="checkpoint")
+        self._thread.start()
+
+    def _run(self, path: Path, boxes: Sequence[StoredBox], data: Iterable[Bytes]) -> None:
+        self._state = written(path, boxes, data)
+
+    def state(self) -> SaveState:
+        """How far it is; at once."""
+        return self._state
+
+    def join(self, timeout_seconds: float) -> None:
+        """Waits until the file is written."""
+        self._thread.join(timeout_seconds)
+
+
+def written(path: Path, boxes: Sequence[StoredBox], data: Iterable[Bytes]) -> SaveState:
+    """Writes the file; a failure is told in the state, with the file's name."""
+    started = time.monotonic()
+    try:
+        size_bytes, sha256 = write_file(path, boxes, data)
+    except OSError as error:
+        return SaveState(done=True, error=f"{path}: {error.strerror or error}")
+    except CheckpointError as error:
+        return SaveState(done=True, error=str(error))
+    return SaveState(done=True, size_bytes=size_bytes, sha256=sha256, seconds=time.monotonic() - started)
+
+
+class Reader:
+    """Gives the bytes of `parts` chunk by chunk and adds up their digests on the way; `sources` are live tensors."""
+
+    def __init__(
+        self,
+        parts: Sequence[Part],
+        sources: Mapping[Shard, Tensor],
+        shape_of: Callable[[Shard], tuple[int, ...]],
+        limit_bytes: int,
+    ) -> None:
+        self._parts, self._sources, self._shape_of, self._limit_bytes = parts, sources, shape_of, limit_bytes
+        self._digests = dict.fromkeys(parts, 0)
+
+    @property
+    def boxes(self) -> tuple[StoredBox, ...]:
+        """The boxes, with the digests of what has been read so far."""
+        return tuple(replace(part.stored, digest=f"{value:016x}") for part, value in self._digests.items())
+
+    def data(self) -> Iterator[Bytes]:
+        """The bytes of all parts in order; each piece is at most `limit_bytes` or a row, and no part of the source."""
+        for part in self._parts:
+            source, shape = self._sources[part.shard], self._shape_of(part.shard)
+            for box in chunks(part.box, source.element_size(), self._limit_bytes):
+                piece = source[box.slices(part.shard.box.start)].detach().clone(memory_format=torch.contiguous_format)
+                self._digests[part] = (self._digests[part] + box_digest(piece, box, shape)) & DIGEST_MASK
+                yield bytes_of(piece)
+
+
+def fill(folder: Path, reads: Sequence[Read], targets: Mapping[Shard, Tensor], limit_bytes: int) -> int:
+    """Fills shards from the files in `folder`, reading only what is wanted; returns the bytes read.
+
+    At most `limit_bytes` (or a row) are held beside the targets. Types are converted (a master may come from a weight).
+    CheckpointError names the file that cannot be read as its manifest says.
+    """
+    read_bytes = 0
+    for name, of_file in groupby(sorted(reads), key=lambda read: read.file):
+        try:
+            with safe_open(folder / name, framework="pt", device="cpu") as file:
+                for read in of_file:
+                    read_bytes += _fill(file, read, targets[read.wanted], limit_bytes)
+        except (OSError, SafetensorError, IndexError, RuntimeError) as error:
+            raise CheckpointError(f"{folder / name}: cannot be read as its manifest says: {error}") from error
+    return read_bytes
+
+
+def _fill(file: Any, read: Read, target: Tensor, limit_bytes: int) -> int:
+    stored = file.get_slice(read.stored.key)
+    item_bytes = DTYPE_BYTES[read.stored.dtype]
+    for box in chunks(read.box, item_bytes, limit_bytes):
+        piece = stored[box.slices(read.stored.box.start)]
+        target[box.slices(read.wanted.box.start)].copy_(piece)
+    return read.box.elements * item_bytes
