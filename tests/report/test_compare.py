@@ -216,7 +216,7 @@ def test_a_torn_or_damaged_wandb_file(tmp_path: Path, live: Path, capsys: pytest
 def test_every_cut_of_a_wandb_file_is_whole_or_torn(tmp_path: Path, live: Path) -> None:
     (whole,) = live.glob("wandb/offline-run-*/*.wandb")
     data, file, steps = whole.read_bytes(), tmp_path / "run-x.wandb", 0
-    for size_bytes in range(7, len(data), 997):
+    for size_bytes in (*range(7, len(data), 997), len(data)):
         file.write_bytes(data[:size_bytes])
         rows = read_wandb(file).rows
         assert len(rows) >= steps

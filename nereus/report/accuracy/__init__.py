@@ -1,0 +1,1 @@
+"""The errors of the cost model on tables of public measurements."""
