@@ -2,7 +2,7 @@ CONFIG ?= experiments/quickstart.yaml
 ARGS ?=
 EXPERIMENT ?= quickstart_pair
 
-.PHONY: run test experiments analysis slurm-test bench-checkpoints bench-planner baselines-check check setup clean
+.PHONY: run test experiments analysis slurm-test bench-checkpoints bench-planner bench-transition baselines-check check setup clean
 
 run: setup  ## train CONFIG (dotted overrides in ARGS)
 	@.venv/bin/nereus train $(CONFIG) $(ARGS)
@@ -25,6 +25,9 @@ bench-checkpoints: setup  ## runs that are killed in the middle of a save or sto
 
 bench-planner: setup  ## seconds, memory and gaps of the transfer planner, beside Megatron-core's; ARGS: changes gaps peer
 	@OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.planner $(ARGS)
+
+bench-transition: setup  ## random transition graphs in numbers: proof, execution with faults, order against brute force; ARGS: [instances] [first seed]
+	@OMP_NUM_THREADS=1 .venv/bin/python -m tests.core.bench_transition $(ARGS)
 
 baselines-check: setup  ## verl's own parser judges our command lines (own environment in build/verl, 1 GB; needs the index once)
 	@.venv/bin/python -m baselines.verl.check

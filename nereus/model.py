@@ -20,7 +20,9 @@ VOCAB_ALIGN = 64
 """Rows of the vocabulary are padded to a multiple of this, in both engines."""
 
 Cut = Literal["rows", "columns", "vocabulary", "kv", "none"]
-Head = Literal["language", "value"]
+Head = Literal["language", "value", "reward"]
+SCALAR_HEADS: dict[str, str] = {"value": VALUE_HEAD, "reward": "score.weight"}
+"""The tensor of each head that gives one number: a critic's, and a reward model's under Hugging Face's name."""
 Part = tuple[str, tuple[int, ...], Cut]
 
 
@@ -162,7 +164,7 @@ def _tensors(c: ModelConfig, head: Head) -> tuple[Tensor, ...]:
     """All tensors in order; a tied language head has none of its own."""
     last: list[Tensor] = []
     if head != "language":
-        last.append(Tensor(name=VALUE_HEAD, shape=(1, c.hidden), dtype=c.dtype, layer=None, cut="none"))
+        last.append(Tensor(name=SCALAR_HEADS[head], shape=(1, c.hidden), dtype=c.dtype, layer=None, cut="none"))
     elif not c.tie_embeddings:
         last.append(Tensor(name=LM_HEAD, shape=(c.vocab, c.hidden), dtype=c.dtype, layer=None, cut="vocabulary"))
     return (
@@ -174,7 +176,7 @@ def _tensors(c: ModelConfig, head: Head) -> tuple[Tensor, ...]:
 
 
 def model_spec(name: str, config: ModelConfig, head: Head = "language") -> ModelSpec:
-    """The model that `config` describes; with head="value" a scalar head replaces lm_head."""
+    """The model that `config` describes; with another head than "language" a scalar head replaces lm_head."""
     return ModelSpec(name=name, config=config, head=head, tensors=_tensors(config, head))
 
 

@@ -21,7 +21,7 @@ from nereus.model import (
     EMBEDDING,
     FINAL_NORM,
     LM_HEAD,
-    VALUE_HEAD,
+    SCALAR_HEADS,
     VOCAB_ALIGN,
     ModelSpec,
     Tensor,
@@ -282,7 +282,9 @@ def _params(spec: ModelSpec, place: _Place) -> tuple[Param, ...]:
     if place.last:
         params.append(outside("decoder.final_layernorm.weight", FINAL_NORM))
         if not spec.tied:
-            params.append(outside("output_layer.weight", LM_HEAD if spec.head == "language" else VALUE_HEAD))
+            params.append(
+                outside("output_layer.weight", LM_HEAD if spec.head == "language" else SCALAR_HEADS[spec.head])
+            )
         elif shared:
             params.append(outside("output_layer.weight", EMBEDDING))
     return tuple(params)

@@ -56,7 +56,7 @@ def general_configs(draw: st.DrawFn) -> ModelConfig:
 @st.composite
 def general_specs(draw: st.DrawFn) -> ModelSpec:
     """A model of any kind, with a language or a value head."""
-    head: Head = draw(st.sampled_from(("language", "value")))
+    head: Head = draw(st.sampled_from(("language", "value", "reward")))
     return model_spec("m", draw(general_configs()), head)
 
 
@@ -87,7 +87,7 @@ def general_stage_plans(draw: st.DrawFn, config: ModelConfig, stage: Stage = "tr
 @st.composite
 def specs(draw: st.DrawFn, vocabs: tuple[int, ...] = VOCABS) -> ModelSpec:
     """A model with a language or a value head."""
-    head: Head = draw(st.sampled_from(("language", "value")))
+    head: Head = draw(st.sampled_from(("language", "value", "reward")))
     return llama("m", draw(model_configs(vocabs)), head)
 
 

@@ -291,7 +291,7 @@ class Slot:
         return hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest()[:16]
 
     def _logit_bytes(self, engine: TrainEngine, share: Batch, micro_batch: int) -> int:
-        if not engine.last_stage or engine.spec.head == "value":
+        if not engine.last_stage or engine.spec.head != "language":
             return 0
         return LOGIT_COPIES * micro_batch * share.width_tokens * engine.padded_vocab_rows * 4
 

@@ -220,6 +220,7 @@ class _Problem:
             {name: self.fewest(name, "total_bytes") for name in names},
             {name: self.fewest(name, "inter_node_bytes") for name in names},
             {name: self.grouped(name, self.matrix(name, "total_bytes")) for name in names},
+            {name: self._together(name, [self._pairings]) for name in names},
         ]
 
     def least_moved_bytes(self) -> int:
@@ -293,6 +294,7 @@ class _Problem:
         found: list[tuple[int, ...]] = []
         for gain in gains:
             found += [self.grouped(name, gain), self.grouped(name, gain, replicas=True), self.assigned(name, gain)]
+        found += [self._together(name, self._syncing(name, chosen), replicas=whole) for whole in (False, True)]
         return list(dict.fromkeys(found))
 
     def _sync_gain(self, name: str, chosen: Mapping[str, tuple[int, ...]]) -> Floats:
@@ -380,55 +382,13 @@ class _Problem:
                 split += int((nodes != nodes[:, :1]).any(axis=1).sum())
         return split
 
-
-class _LargeProblem(_Problem):
-    """The same without matrices."""
-
-    def fewest(self, name: str, objective: Objective) -> tuple[int, ...]:
-        if self.moves[name].pinned:
-            return self.identity(name)
-        seating = self._seating(name)
-        return seating.apart(seating.gains(*self._moving(objective)), by_node=objective == "inter_node_bytes")
-
-    def starts(self) -> list[dict[str, tuple[int, ...]]]:
-        """Groups in nodes, by all bytes and by those between nodes."""
-        found: list[dict[str, tuple[int, ...]]] = []
-        for objective in ("total_bytes", "inter_node_bytes"):
-            parts = self._moving(objective)
-            found.append({name: self._together(name, parts) for name in self.moves})
-        return found
+    # -- without matrices: seats by class -------------------------------------------------------------------------
 
     def _together(self, name: str, parts: list[Pairings], *, replicas: bool = False) -> tuple[int, ...]:
         if self.moves[name].pinned:
             return self.identity(name)
         seating = self._seating(name, replicas=replicas)
         return seating.together(seating.gains(*parts))
-
-    def candidates(self, name: str, chosen: Mapping[str, tuple[int, ...]]) -> list[tuple[int, ...]]:
-        syncing = self._syncing(name, chosen)
-        mixed = [self._pairings, *(part.weighed(self.horizon_steps) for part in syncing)]
-        gains = ([self._pairings], syncing, mixed)
-        found = [self._together(name, parts, replicas=whole) for parts in gains for whole in (False, True)]
-        return list(dict.fromkeys(found))
-
-    def least_moved_bytes(self) -> int:
-        """A bound: no placement moves less."""
-        most = sum(ceil(most_bytes(self._seating(name).gains(self._pairings))) for name in self.moves)
-        return max(self.needed_bytes - most, 0)
-
-    def estimate(self, chosen: Mapping[str, tuple[int, ...]]) -> PlacementCost:
-        """The cost by an estimate of the ports, without the many small streams."""
-        moved = port_estimate(of_streams(self._coarse).placed(ranks=self._place(chosen)), self.fleet)
-        seconds = moved.seconds
-        for (source, target, _), found in zip(self._sync_streams, self._sync_pairings, strict=True):
-            synced = found.placed(slots=self._numbers(source, chosen), ranks=self._numbers(target, chosen))
-            seconds += self.horizon_steps * port_estimate(synced, self.fleet).seconds
-        return PlacementCost(
-            split_groups=self._split(chosen),
-            seconds=seconds,
-            inter_node_bytes=moved.inter_node_bytes,
-            moved_bytes=moved.moved_bytes,
-        )
 
     def _seating(self, name: str, *, replicas: bool = False) -> Seating:
         move = self.moves[name]
@@ -462,6 +422,50 @@ class _LargeProblem(_Problem):
     @cached_property
     def _sync_pairings(self) -> list[Pairings]:
         return [of_streams(found) for *_, found in self._sync_streams]
+
+
+class _LargeProblem(_Problem):
+    """The same without matrices."""
+
+    def fewest(self, name: str, objective: Objective) -> tuple[int, ...]:
+        if self.moves[name].pinned:
+            return self.identity(name)
+        seating = self._seating(name)
+        return seating.apart(seating.gains(*self._moving(objective)), by_node=objective == "inter_node_bytes")
+
+    def starts(self) -> list[dict[str, tuple[int, ...]]]:
+        """Groups in nodes, by all bytes and by those between nodes."""
+        found: list[dict[str, tuple[int, ...]]] = []
+        for objective in ("total_bytes", "inter_node_bytes"):
+            parts = self._moving(objective)
+            found.append({name: self._together(name, parts) for name in self.moves})
+        return found
+
+    def candidates(self, name: str, chosen: Mapping[str, tuple[int, ...]]) -> list[tuple[int, ...]]:
+        syncing = self._syncing(name, chosen)
+        mixed = [self._pairings, *(part.weighed(self.horizon_steps) for part in syncing)]
+        gains = ([self._pairings], syncing, mixed)
+        found = [self._together(name, parts, replicas=whole) for parts in gains for whole in (False, True)]
+        return list(dict.fromkeys(found))
+
+    def least_moved_bytes(self) -> int:
+        """A bound: no placement moves less."""
+        most = sum(ceil(most_bytes(self._seating(name).gains(self._pairings))) for name in self.moves)
+        return max(self.needed_bytes - most, 0)
+
+    def estimate(self, chosen: Mapping[str, tuple[int, ...]]) -> PlacementCost:
+        """The cost by an estimate of the ports, without the many small streams."""
+        moved = port_estimate(of_streams(self._coarse).placed(ranks=self._place(chosen)), self.fleet)
+        seconds = moved.seconds
+        for (source, target, _), found in zip(self._sync_streams, self._sync_pairings, strict=True):
+            synced = found.placed(slots=self._numbers(source, chosen), ranks=self._numbers(target, chosen))
+            seconds += self.horizon_steps * port_estimate(synced, self.fleet).seconds
+        return PlacementCost(
+            split_groups=self._split(chosen),
+            seconds=seconds,
+            inter_node_bytes=moved.inter_node_bytes,
+            moved_bytes=moved.moved_bytes,
+        )
 
 
 def _assignment(gain: Floats) -> tuple[Ints, Ints]:

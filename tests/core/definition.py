@@ -22,6 +22,7 @@ OUTSIDE = {
     "norm": "model.norm.weight",
     "language": "lm_head.weight",
     "value": "value_head.weight",
+    "reward": "score.weight",
 }
 
 

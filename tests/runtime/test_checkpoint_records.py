@@ -101,6 +101,6 @@ def test_a_resumed_run_goes_on_under_its_wandb_id(tmp_path: Path) -> None:
         metrics = open_metrics(config, RunFolder(path=tmp_path), notes.append)
         metrics.write(step, {"critic/score/mean": 0.5})
         metrics.close()
-    found = sorted(path.name.rpartition("-")[2] for path in tmp_path.glob("wandb/offline-run-*"))
+    found = sorted(path.name.split("-")[3] for path in tmp_path.glob("wandb/offline-run-*"))
     assert len(set(found)) == 1, found
     assert notes == []

@@ -100,7 +100,7 @@ class TrainEngine:
             rope_scaling=c.rope_factor != 1,
             rope_scaling_factor=c.rope_factor,
         )
-        if self.last_stage and self.spec.head == "value":
+        if self.last_stage and self.spec.head != "language":
             module.output_layer = ValueHead(c.hidden, DTYPES[c.dtype])  # pyright: ignore[reportAttributeAccessIssue]
         if torch.cuda.is_available():
             module.cuda()

@@ -29,7 +29,7 @@ class TrainResult:
 
 def _outputs(engine: TrainEngine, raw: Tensor, batch: Batch, temperature: float) -> Outputs:
     """What a head says at every position, [rows, S]: values, or log-probabilities of the labels and entropy."""
-    if engine.spec.head == "value":
+    if engine.spec.head != "language":
         return {"values": raw[..., 0]}
     first, rows = engine.vocab_range()
     group = engine.groups.tensor_group()
