@@ -29,6 +29,7 @@ JOB = replace(
     changes=changes((3, {"actor_train": S(tp=2)})),
 )
 WAIT_SECONDS = 200.0
+ENGINES_BYTES = 250 << 20  # an idle worker of Ray has a third of it
 
 
 class Started:
@@ -62,8 +63,10 @@ class Started:
             time.sleep(0.2)
 
     def slots(self) -> list[psutil.Process]:
-        """The slot processes."""
-        return [p for p in self.alive() if "SlotActor" in " ".join(p.cmdline())]
+        """The slot processes: Ray's workers with the engines in memory (Ray does not always set a worker's title)."""
+        words = [(process, " ".join(process.cmdline())) for process in self.alive()]
+        workers = [p for p, line in words if "SlotActor" in line or "default_worker.py" in line]
+        return [p for p in workers if p.memory_info().rss > ENGINES_BYTES]
 
     def alive(self) -> list[psutil.Process]:
         """Every process of the run, wherever it hangs in the process tree."""
@@ -135,7 +138,9 @@ def test_a_killed_slot_ends_the_run_with_its_name(started: Started) -> None:
 def test_a_killed_driver_leaves_no_process(started: Started) -> None:
     """kill -9 of the driver: its slots and Ray end with it, and the journal is whole up to there."""
     started.wait_for("importing engines")
+    deadline = time.monotonic() + WAIT_SECONDS
     while not started.slots():
+        assert time.monotonic() < deadline, started.text()
         time.sleep(0.2)
     started.process.kill()
     started.ended()
