@@ -85,11 +85,14 @@ class _HfConfig:
 def architecture_of(config: ModelConfig) -> str:
     """The Hugging Face class that computes `config`; a Mistral without a sliding window is a Llama.
 
-    Raises ConfigError for biases together with norms or experts, which none of the supported classes has.
+    Raises ConfigError for what none of the supported classes has: biases together with norms or experts, and experts of
+    another size than the plain layers' without norms of q and k.
     """
     if config.qkv_bias and (config.qk_norm or config.experts):
         other = "qk_norm" if config.qk_norm else "experts"
         raise ConfigError("qkv_bias", True, f"expected false: no supported architecture has it together with {other}")
+    if config.experts and not config.qk_norm and (config.expert_ffn != config.ffn or config.dense_layers):
+        raise ConfigError("expert_ffn", config.expert_ffn, "expected ffn and no dense_layers: Mixtral has one size")
     if config.experts:
         return QWEN3_MOE if config.qk_norm else MIXTRAL
     if config.qkv_bias:
@@ -112,7 +115,7 @@ def model_config(hf: Mapping[str, object]) -> ModelConfig:
     _refuse_the_unusual(hf, architecture)
     asked = _HfConfig(hf)
     hidden, heads = asked.whole("hidden_size"), asked.whole("num_attention_heads")
-    if "head_dim" not in hf and hidden % heads:
+    if hf.get("head_dim") is None and hidden % heads:
         raise ConfigError("num_attention_heads", heads, f"expected a divisor of hidden_size = {hidden}, or head_dim")
     layers = asked.whole("num_hidden_layers")
     config = ModelConfig(
@@ -167,7 +170,7 @@ def _architecture(hf: Mapping[str, object]) -> str:
                 return architecture
         raise ConfigError("model_type", hf.get("model_type"), _supported())
     names = _listed(named)
-    if len(names) != 1 or names[0] not in MODEL_TYPES:
+    if len(names) != 1 or names[0] not in tuple(MODEL_TYPES):
         raise ConfigError("architectures", named, _supported())
     return str(names[0])
 
@@ -184,6 +187,9 @@ def _supported() -> str:
 
 
 def _refuse_the_unusual(hf: Mapping[str, object], architecture: str) -> None:
+    if architecture == QWEN3_MOE and not hf.get("norm_topk_prob"):  # left out means false there
+        expected = "expected true: the weights of a token's experts are made to sum to 1"
+        raise ConfigError("norm_topk_prob", hf.get("norm_topk_prob"), expected)
     for key, usual in _PLAIN.items():
         if key == "sliding_window" and architecture in _QWEN and not hf.get("use_sliding_window"):
             continue  # Qwen states a window that it does not use
@@ -195,7 +201,7 @@ def _refuse_the_unusual(hf: Mapping[str, object], architecture: str) -> None:
 def _dtype(hf: Mapping[str, object]) -> str:
     key = "dtype" if hf.get("dtype") is not None else "torch_dtype"
     value = hf.get(key) or "float32"
-    if value not in DTYPE_BYTES:
+    if value not in tuple(DTYPE_BYTES):
         raise ConfigError(key, value, f"expected one of {', '.join(DTYPE_BYTES)}")
     return str(value)
 
@@ -258,8 +264,6 @@ def _expert_values(config: ModelConfig, architecture: str) -> dict[str, object]:
         return {}
     values: dict[str, object] = {"num_experts_per_tok": config.experts_per_token}
     if architecture == MIXTRAL:
-        if config.expert_ffn != config.ffn or config.dense_layers:
-            raise ConfigError("expert_ffn", config.expert_ffn, "expected ffn and no dense_layers: Mixtral has one size")
         return values | {"num_local_experts": config.experts}
     return values | {
         "num_experts": config.experts,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Literal
 
 from nereus.config import Config, ModelConfig, PlanChange, StageConfig
-from nereus.model import VOCAB_ALIGN, is_sparse
+from nereus.model import VOCAB_ALIGN, is_sparse, round_up
 
 Stage = Literal["train", "generate", "infer"]
 STAGES = ("actor_train", "actor_generate", "critic_train", "reference_infer")
@@ -192,7 +192,7 @@ def _layout_problems(c: ModelConfig, layout: Layout, stage: Stage) -> Iterator[P
     yield from ((name, degree, "expected at least 1") for name, degree in degrees.items() if degree < 1)
     if layout.order not in ORDERS:
         yield "order", layout.order, f"expected one of {', '.join(ORDERS)}"
-    padded = -(-c.vocab // VOCAB_ALIGN) * VOCAB_ALIGN
+    padded = round_up(c.vocab, VOCAB_ALIGN)
     counts = {"heads": c.heads, "ffn": c.ffn if not all_sparse(c) else 0, "padded vocabulary rows": padded}
     if stage != "generate" or layout.tp < c.kv_heads:
         counts["kv_heads"] = c.kv_heads

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from nereus.config import Config, ModelConfig
 from nereus.errors import InfeasiblePlan
 from nereus.layout import Plan, StagePlan, first_plan
-from nereus.model import DTYPE_BYTES, ModelSpec, is_sparse, models_of
-from nereus.storage import holding, megatron_params, owned_ranges, round_up, vocab_rows
+from nereus.model import DTYPE_BYTES, ModelSpec, is_sparse, models_of, round_up
+from nereus.storage import holding, megatron_params, owned_ranges, vocab_rows
 from nereus.transition import placed_change
 
 OVERHEAD_BYTES = 48 << 20

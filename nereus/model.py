@@ -26,6 +26,11 @@ SCALAR_HEADS: dict[str, str] = {"value": VALUE_HEAD, "reward": "score.weight"}
 Part = tuple[str, tuple[int, ...], Cut]
 
 
+def round_up(value: int, multiple: int) -> int:
+    """The least multiple of `multiple` that is at least `value`."""
+    return -(-value // multiple) * multiple
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tensor:
     """A logical tensor: `cut` says how tensor parallelism divides it, `layer` its decoder layer (None: outside).

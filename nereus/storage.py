@@ -18,6 +18,7 @@ from typing import Literal
 from nereus.boxes import Box, flat_boxes, whole
 from nereus.layout import Coordinates, Layout, StagePlan
 from nereus.model import (
+    DTYPE_BYTES,
     EMBEDDING,
     FINAL_NORM,
     LM_HEAD,
@@ -28,6 +29,7 @@ from nereus.model import (
     expert_parts,
     is_sparse,
     layer_name,
+    round_up,
     router_part,
 )
 
@@ -48,7 +50,7 @@ class Shard:
     @property
     def size_bytes(self) -> int:
         """Bytes of the shard."""
-        return self.box.elements * (2 if self.dtype == "bfloat16" else 4)
+        return self.box.elements * DTYPE_BYTES[self.dtype]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,11 +117,6 @@ class Buffer:
     def elements(self) -> int:
         """Elements of the buffer, padding included."""
         return self.buckets[-1][1]
-
-
-def round_up(value: int, multiple: int) -> int:
-    """The least multiple of `multiple` that is at least `value`."""
-    return -(-value // multiple) * multiple
 
 
 def vocab_rows(vocab: int, tp: int, tp_rank: int) -> tuple[int, int, int]:

@@ -10,8 +10,8 @@ from operator import attrgetter
 from nereus.catalogue import architecture_of
 from nereus.config import Config, ModelConfig, PlanChange, PlanConfig, StageConfig
 from nereus.errors import ConfigError
-from nereus.layout import STAGES, Layout, Stage, equal_shares, first_problem
-from nereus.storage import VOCAB_ALIGN, round_up
+from nereus.layout import STAGES, Layout, Stage, all_sparse, equal_shares, first_problem
+from nereus.model import VOCAB_ALIGN, round_up
 
 TRAIN_STAGES = ("actor_train", "critic_train")
 GENERATE_STAGES = ("actor_generate",)
@@ -152,6 +152,8 @@ def _check_model(model: ModelConfig) -> None:
     if model.head_dim not in VLLM_CPU_HEAD_DIMS:
         sizes = ", ".join(map(str, VLLM_CPU_HEAD_DIMS))
         raise ConfigError("model.head_dim", model.head_dim, f"expected one of {sizes} (what vLLM computes on a CPU)")
+    if model.experts:
+        _check_experts(model)
     try:
         architecture_of(model)
     except ConfigError as error:
@@ -159,8 +161,6 @@ def _check_model(model: ModelConfig) -> None:
     if model.qkv_bias and model.heads * model.head_dim != model.hidden:
         expected = f"expected model.hidden / model.heads = {model.hidden / model.heads:g}: vLLM's Qwen2 has no other"
         raise ConfigError("model.head_dim", model.head_dim, expected)
-    if model.experts:
-        _check_experts(model)
 
 
 def _check_experts(model: ModelConfig) -> None:
@@ -199,7 +199,9 @@ def _check_stage(config: Config, key: str, name: str, stage: StageConfig) -> Non
 
 def _check_tensor_parallel(model: ModelConfig, key: str, name: str, tp: int) -> None:
     padded = round_up(model.vocab, VOCAB_ALIGN)
-    shapes = [("model.heads", model.heads), ("model.ffn", model.ffn), ("the padded vocabulary", padded)]
+    shapes = [("model.heads", model.heads), ("the padded vocabulary", padded)]
+    if not all_sparse(model):
+        shapes.append(("model.ffn", model.ffn))
     if name not in GENERATE_STAGES:
         shapes.append(("model.kv_heads (Megatron cuts whole KV groups)", model.kv_heads))
     for what, count in shapes:
@@ -248,6 +250,9 @@ def _check_degrees(model: ModelConfig, key: str, name: str, stage: StageConfig) 
         raise ConfigError(
             f"{key}.ep", stage.ep, "expected 1: vLLM's CPU kernels want every expert on every slot; use tp"
         )
+    if model.experts and kind == "train" and stage.ep > 1 and layout.expert_tp != 1:
+        expected = "expected 1: the parts of a cut expert would exchange unequal numbers of tokens, which gloo refuses"
+        raise ConfigError(f"{key}.etp", stage.etp, expected)
     if model.experts and name in TRAIN_STAGES and stage.tp != 1:
         expected = (
             "expected 1: Megatron trains experts beside tensor parallelism only with sequence parallelism; use ep"

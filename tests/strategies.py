@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from nereus.config import ModelConfig
 from nereus.layout import ORDERS, Layout, Stage, StagePlan, equal_shares, layout_problem
-from nereus.model import Head, ModelSpec, llama, model_spec
-from nereus.storage import VOCAB_ALIGN, round_up
+from nereus.model import VOCAB_ALIGN, Head, ModelSpec, llama, model_spec, round_up
 
 VOCABS = (259, 40, 64, 129, 320)
 FEW_VOCABS = (40, 70)

@@ -133,6 +133,13 @@ BROKEN = [
 MOE = "model={experts: 4, experts_per_token: 2, expert_ffn: 384}"
 RIGHT = [
     [],
+    [  # no layer has a plain MLP: its size does not matter
+        "model={experts: 4, experts_per_token: 2, expert_ffn: 256, qk_norm: true, ffn: 7}",
+        "plan.actor_train={dp: 4, ep: 2}",
+        "plan.critic_train={dp: 4}",
+        "plan.reference_infer={tp: 2}",
+        "plan.actor_generate={tp: 2, dp: 2}",
+    ],
     [MOE, "plan.actor_train={dp: 4, ep: 4}", "plan.actor_generate={tp: 2, dp: 2}"],
     ["plan.actor_train={pp: 2, dp: 2, order: tp-cp-ep-pp-dp}"],
     ["model={qkv_bias: true, tie_embeddings: true, head_dim: 32, heads: 4}"],
@@ -171,8 +178,11 @@ def test_a_broken_rule_names_its_key(tmp_path: Path, override: str, key: str, wo
         ),
         ([MOE, "plan.actor_train.tp=2"], "plan.actor_train.tp", "sequence parallelism; use ep"),
         ([MOE, "plan.actor_generate={tp: 2, ep: 2}"], "plan.actor_generate.ep", "every expert on every slot"),
+        ([MOE, "plan.actor_train={dp: 4, ep: 2, etp: 2}"], "plan.actor_train.etp", "unequal numbers of tokens"),
+        ([MOE, "plan.reference_infer={tp: 2, dp: 2, ep: 2}"], "plan.reference_infer.etp", "unequal numbers of tokens"),
         ([MOE, "plan.actor_train={dp: 2, ep: 3}"], "plan.actor_train.ep", "divisor of experts = 4"),
         ([MOE, "plan.actor_train={dp: 3, ep: 2}"], "plan.actor_train.ep", "a divisor of tp . cp . dp = 3"),
+        (["model={experts: 4, experts_per_token: 2, expert_ffn: 256}"], "model.expert_ffn", "Mixtral has one size"),
         (["model.ffn=7", "plan.actor_train.tp=2"], "plan.actor_train.tp", "model.ffn = 7"),
         (["algorithm.adv_estimator=grpo", "data.samples_per_prompt=1"], "data.samples_per_prompt", "at least 2"),
     ],

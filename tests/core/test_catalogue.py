@@ -123,9 +123,18 @@ def test_what_is_left_out_takes_hugging_faces_defaults() -> None:
     assert (config.head_dim, config.kv_heads, config.dtype, config.rope_factor) == (16, 4, "float32", 1.0)
     assert not config.tie_embeddings
     sparse = {**TINY, "architectures": [QWEN3_MOE], "num_hidden_layers": 6, "num_experts": 4, "num_experts_per_tok": 2}
-    sparse |= {"moe_intermediate_size": 32, "decoder_sparse_step": 2, "mlp_only_layers": [3]}
+    sparse |= {"norm_topk_prob": True, "moe_intermediate_size": 32, "decoder_sparse_step": 2, "mlp_only_layers": [3]}
     assert model_config(sparse).dense_layers == (0, 2, 3, 4)
     assert model_config({**TINY, "architectures": [QWEN2], "sliding_window": 4096}).qkv_bias
+
+
+EXPERTS: dict[str, object] = {
+    "architectures": [QWEN3_MOE],
+    "num_experts": 4,
+    "moe_intermediate_size": 8,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+}
 
 
 @pytest.mark.parametrize(
@@ -149,11 +158,12 @@ def test_what_is_left_out_takes_hugging_faces_defaults() -> None:
         ({"torch_dtype": "float16"}, "torch_dtype", "float32, bfloat16"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings", "true or false"),
         ({"rms_norm_eps": -1}, "rms_norm_eps", "above 0"),
-        (
-            {"architectures": [QWEN3_MOE], "num_experts": 4, "moe_intermediate_size": 8, "num_experts_per_tok": 5},
-            "num_experts_per_tok",
-            "at most the number of experts, 4",
-        ),
+        ({"architectures": [["x"]]}, "architectures", "LlamaForCausalLM"),
+        ({"torch_dtype": ["float32"]}, "torch_dtype", "float32, bfloat16"),
+        ({"num_attention_heads": 3, "head_dim": None}, "num_attention_heads", "divisor of hidden_size = 64"),
+        (EXPERTS | {"num_experts_per_tok": 5}, "num_experts_per_tok", "at most the number of experts, 4"),
+        (EXPERTS | {"norm_topk_prob": None}, "norm_topk_prob", "expected true"),
+        (EXPERTS | {"norm_topk_prob": False}, "norm_topk_prob", "expected true"),
     ],
 )
 def test_what_would_be_computed_otherwise_is_refused_by_name(changes: dict[str, object], key: str, told: str) -> None:

@@ -22,16 +22,14 @@ from nereus.engines.megatron.heads import ValueHead
 from nereus.engines.world import ProcessWorld
 from nereus.errors import StorageMismatch
 from nereus.layout import Coordinates, StagePlan
-from nereus.model import ModelSpec
+from nereus.model import VOCAB_ALIGN, ModelSpec, round_up
 from nereus.storage import (
-    VOCAB_ALIGN,
     Param,
     Shard,
     emu_name,
     megatron_params,
     megatron_regions,
     owned_ranges,
-    round_up,
     state_dtype,
     vocab_rows,
 )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from megatron.core.parallel_state import get_expert_model_parallel_group
+from megatron.core.parallel_state import get_expert_tensor_and_model_parallel_group
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
@@ -71,13 +71,14 @@ def _schedule(
 def _parts(engine: TrainEngine, share: Batch, micro_batch: int) -> tuple[Batch, ...]:
     """The replica's micro-batches; replicas that share out experts run equally many, the last ones of zero weight.
 
-    Each layer with experts is an exchange among these replicas, so none may be without a micro-batch.
+    Each layer with experts is an exchange among all ranks over which experts are spread and cut, so none of them may be
+    without a micro-batch.
     """
     parts = micro_batches(share, micro_batch)
     if engine.stage.layout.ep == 1:
         return parts
     most = torch.tensor(len(parts), device=share.tokens.device)
-    dist.all_reduce(most, op=dist.ReduceOp.MAX, group=get_expert_model_parallel_group())
+    dist.all_reduce(most, op=dist.ReduceOp.MAX, group=get_expert_tensor_and_model_parallel_group())
     return micro_batches(pad_rows(share, int(most) * micro_batch), micro_batch)
 
 
