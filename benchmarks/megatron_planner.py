@@ -28,7 +28,6 @@ Roster = list[list[ParameterMetadata]]
 class PeerPlan:
     """What the peer planned: operations, bytes between ranks, and those of the busiest sender."""
 
-    operations_count: int
     moved_bytes: int
     busiest_bytes: int
 
@@ -106,12 +105,10 @@ def planned(source: Roster, target: Roster) -> list:
 
 
 def summary(plans: list, source: Roster, target: Roster) -> PeerPlan:
-    """Counts and bytes of the peer's plans."""
+    """Bytes of the peer's plans."""
     shapes = [{meta.name: meta for meta in rows} for rows in target]
     sent = [0] * max(len(source), len(target))
-    operations = 0
     for rank, plan in enumerate(plans):
-        operations += len(plan.recv_ops)
         for op in plan.recv_ops:
             if op.peer_rank != rank:
                 meta = shapes[rank][op.param_name]
@@ -120,4 +117,4 @@ def summary(plans: list, source: Roster, target: Roster) -> PeerPlan:
                 for extent in extents:
                     elements *= extent
                 sent[op.peer_rank] += elements * meta.element_size
-    return PeerPlan(operations_count=operations, moved_bytes=sum(sent), busiest_bytes=max(sent))
+    return PeerPlan(moved_bytes=sum(sent), busiest_bytes=max(sent))

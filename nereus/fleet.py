@@ -152,6 +152,11 @@ class Fleet:
         np.add.at(rates, self.nic_of[list(self.slots)], self._rates("nic_bytes_per_second")[list(self.slots)])
         return rates
 
+    @cached_property
+    def node_rates(self) -> npt.NDArray[np.float64]:
+        """[nodes] bytes per second of each node's network, one direction: the sum of its slots' shares."""
+        return np.array([len(node.slots) * node.device.nic_bytes_per_second for node in self.nodes])
+
     def _rates(self, name: str) -> npt.NDArray[np.float64]:
         rates = np.zeros(len(self.node_of))
         for slot, device in self.device_of.items():
@@ -183,7 +188,7 @@ def parse_fleet(text: str, key: str = "--fleet") -> Fleet:
     nodes: list[Node] = []
     first = 0
     for part in text.split(","):
-        match = re.fullmatch(r"\s*(\d+)\s*x\s*([A-Za-z0-9-]+)\s*", part)
+        match = re.fullmatch(r"\s*(\d{1,6})\s*x\s*([A-Za-z0-9-]+)\s*", part, re.ASCII)
         if match is None or int(match[1]) < 1:
             raise ConfigError(key, text, "expected counts and devices, such as 16xh100 or 8xh100,8xa100-40")
         count, name = int(match[1]), match[2].lower()

@@ -73,7 +73,8 @@ def placed_change(config: Config, plan: Plan, change: PlanChange) -> Plan:
     """The plan after a scripted change, each stage that is cut anew placed on its slots so that least is paid.
 
     A stage whose `slots` are given keeps their order, and so does generation (an engine keeps shared memory for each
-    order of its slots that it has seen); the others take them in the order that `nereus.transfer.placement` finds.
+    order of its slots that it has seen); the others take them in the order that `nereus.transfer.placement` finds, as
+    if all slots were in one node: the configuration does not say which share one.
     """
     after = changed_plan(plan, change, config)
     specs = models_of(config.model)
@@ -82,10 +83,7 @@ def placed_change(config: Config, plan: Plan, change: PlanChange) -> Plan:
     for name, stage in after.stages():
         before: StagePlan = getattr(plan, name)
         wanted: StageConfig | None = getattr(change, name)
-        if wanted is None or same_cut(before, stage):
-            standing[name] = (specs[stage.model], stage)
-            continue
-        if stage.stage == "generate":
+        if wanted is None or same_cut(before, stage) or stage.stage == "generate":
             standing[name] = (specs[stage.model], stage)
             continue
         pinned = wanted.slots is not None

@@ -25,16 +25,16 @@ def load_hf_config(name_or_path: str) -> dict[str, object]:
     Raises ConfigError with the key model: for an unknown name, with those that are near; for a file that is not a
     configuration.
     """
-    if name_or_path.lower() in model_names():
-        path = SHIPPED / f"{name_or_path.lower()}.json"
-    else:
-        path = Path(name_or_path).expanduser()
-        path = path / "config.json" if path.is_dir() else path
+    path = SHIPPED / f"{name_or_path.lower()}.json"
     try:
+        if name_or_path.lower() not in model_names():
+            path = Path(name_or_path)
+            path = path.expanduser()
+            path = path / "config.json" if path.is_dir() else path
         loaded = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise ConfigError("model", name_or_path, _unknown(name_or_path)) from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError) as error:  # a home that is not there, JSON too deep
         raise ConfigError("model", str(path), f"expected a Hugging Face config.json: {error}") from error
     if not isinstance(loaded, dict):
         raise ConfigError("model", str(path), "expected a Hugging Face config.json: a mapping of keys")

@@ -168,7 +168,8 @@ def parse_layout(text: str, key: str, config: ModelConfig, stage: Stage, *, shar
             raise ConfigError(key, text, f"{name} is said twice")
         words[name] = value
     degrees = {name: _whole(key, text, name, words[name]) for name in DEGREES if name in words}
-    pipeline = tuple(_whole(key, text, "pipeline", part) for part in words.get("pipeline", "").split("/") if part)
+    parts = words["pipeline"].split("/") if "pipeline" in words else []
+    pipeline = tuple(_whole(key, text, "pipeline", part) for part in parts)
     pp = degrees.get("pp", len(pipeline) or 1)
     if pp > config.layers:
         raise ConfigError(key, text, f"pp = {pp}: expected at most layers = {config.layers}")
@@ -230,7 +231,7 @@ def _free(cut: Cut, model: str, stage: Stage, fleet: Fleet) -> StagePlan:
         where = "are named after @" if cut.slots else f"are in the fleet {fleet}"
         replica = ranks // cut.layout.dp
         most = len(allowed) // replica
-        fits = f"dp = {most} would fit" if most else f"one replica takes {replica}"
+        fits = f"there is room for dp = {most} at most" if most else f"one replica takes {replica}"
         raise ConfigError(cut.key, cut.text, f"takes {ranks} slots, {len(allowed)} {where}; {fits}")
     return _planned(cut, model, stage, allowed)
 

@@ -207,7 +207,7 @@ def sync_report(
         objective=objective,
         horizon_steps=horizon_steps,
     )
-    return replace(report, is_sync=True, split_groups=placed.cost.split_groups)
+    return replace(report, is_sync=True, exact=placed.exact, split_groups=placed.cost.split_groups)
 
 
 def _sync(spec: ModelSpec, train: StagePlan, generate: StagePlan, fleet: Fleet) -> Routes:

@@ -154,7 +154,7 @@ def _table(gains: Gains, node_rows: Sequence[Ints], kinds: Ints) -> Floats:
             continue
         for kind, columns in enumerate(kinds):
             block = gains.class_bytes[np.ix_(classes, columns)]
-            table[index, kind] = block[_assignment(block)].sum()
+            table[index, kind] = block[assignment(block)].sum()
     return table
 
 
@@ -313,7 +313,7 @@ def _completed(market: _Market, by_entry: Ints) -> tuple[Ints, Floats]:
 # -- inside nodes, and between them --------------------------------------------------------------------------------------
 
 
-def _assignment(gain: Floats) -> tuple[Ints, Ints]:
+def assignment(gain: Floats) -> tuple[Ints, Ints]:
     """(rows, columns) of an assignment of all columns to rows that gains most."""
     rows, columns = linear_sum_assignment(gain, maximize=True)  # pyright: ignore[reportUnknownVariableType]
     return np.asarray(rows, dtype=np.int64), np.asarray(columns, dtype=np.int64)  # pyright: ignore[reportUnknownArgumentType]
@@ -352,7 +352,7 @@ class _Search:
             return 0.0
         block = self.gains.of(np.repeat(rows, len(columns)), np.tile(columns, len(rows)))
         block = block.reshape(len(rows), len(columns))
-        at = _assignment(block)
+        at = assignment(block)
         if keep:
             self.row_of[columns[at[1]]] = rows[at[0]]
         return float(block[at].sum())
@@ -462,7 +462,7 @@ class _Search:
             rows, columns = self.market.rows_of(node), self.market.columns_of(groups)
             gains = self.gains
             block = gains.class_bytes[np.ix_(gains.row_class[rows], gains.column_class[columns])]
-            self.known[key] = float(block[_assignment(block)].sum()) if len(columns) else 0.0
+            self.known[key] = float(block[assignment(block)].sum()) if len(columns) else 0.0
         return self.known[key]
 
     def _try(self, group: int, partner: int, own: int, node: int) -> bool:

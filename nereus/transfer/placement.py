@@ -18,16 +18,15 @@ from math import ceil
 from typing import Literal
 
 import numpy as np
-from scipy.optimize import linear_sum_assignment  # pyright: ignore[reportMissingTypeStubs, reportUnknownVariableType]
 
 from nereus.errors import ConfigError
 from nereus.fleet import Fleet
 from nereus.layout import StagePlan
 from nereus.model import ModelSpec
 from nereus.storage import emu_name
-from nereus.transfer.boxtable import BoxTable, joined, of_stage
+from nereus.transfer.boxtable import TRACK, BoxTable, joined, of_stage
 from nereus.transfer.gains import Pairings, of_streams
-from nereus.transfer.matching import most_bytes
+from nereus.transfer.matching import assignment, most_bytes
 from nereus.transfer.ports import Floats, Ints
 from nereus.transfer.routes import routes
 from nereus.transfer.seating import Seating, group_ranks, port_estimate, rank_groups, replica_ranks
@@ -125,7 +124,7 @@ def _descend(problem: _Problem, chosen: dict[str, tuple[int, ...]]) -> dict[str,
     """
     best = min([chosen, *problem.starts()], key=problem.estimate)
     lowest = problem.estimate(best)
-    improved = bool(problem.synced())
+    improved = bool(problem.syncs)
     while improved:
         improved = False
         for name in best:
@@ -169,10 +168,6 @@ class _Problem:
             return of_stage(move.spec, replace(move.after, slots=numbers))
         spec, stage = self.standing[name]
         return of_stage(spec, stage)
-
-    def synced(self) -> list[tuple[str, str]]:
-        """The weight syncs that depend on the placement."""
-        return self.syncs
 
     @cached_property
     def _sync_streams(self) -> list[tuple[str, str, Streams]]:
@@ -228,7 +223,7 @@ class _Problem:
         most = 0.0
         for name in self.moves:
             gain = self.matrix(name, "total_bytes")
-            rows, columns = _assignment(gain)
+            rows, columns = assignment(gain)
             most += float(gain[rows, columns].sum())
         return self.needed_bytes - round(most)
 
@@ -250,7 +245,7 @@ class _Problem:
         if self.moves[name].pinned:
             return self.identity(name)
         allowed = np.array(self.moves[name].after.slots, dtype=np.int64)
-        rows, columns = _assignment(gain)
+        rows, columns = assignment(gain)
         slots = np.empty(gain.shape[1], dtype=np.int64)
         slots[columns] = allowed[rows]
         return tuple(slots.tolist())
@@ -274,14 +269,14 @@ class _Problem:
         first = np.searchsorted(members[order], np.arange(len(nodes)))
         best = np.maximum.reduceat(gain[order], first, axis=0)[:, groups].sum(axis=2)
         seat_node = np.repeat(np.arange(len(nodes)), seats)
-        rows, columns = _assignment(best[seat_node])
+        rows, columns = assignment(best[seat_node])
         node_of_group = np.empty(len(groups), dtype=np.int64)
         node_of_group[columns] = seat_node[rows]
         slots = np.empty(groups.size, dtype=np.int64)
         for node in np.unique(node_of_group):
             inside = np.flatnonzero(members == node)
             ranks = groups[node_of_group == node].ravel()
-            rows, columns = _assignment(gain[np.ix_(inside, ranks)])
+            rows, columns = assignment(gain[np.ix_(inside, ranks)])
             slots[ranks[columns]] = allowed[inside[rows]]
         return tuple(slots.tolist())
 
@@ -453,9 +448,13 @@ class _LargeProblem(_Problem):
         most = sum(ceil(most_bytes(self._seating(name).gains(self._pairings))) for name in self.moves)
         return max(self.needed_bytes - most, 0)
 
+    @cached_property
+    def _coarse_pairings(self) -> Pairings:
+        return of_streams(self._coarse)
+
     def estimate(self, chosen: Mapping[str, tuple[int, ...]]) -> PlacementCost:
         """The cost by an estimate of the ports, without the many small streams."""
-        moved = port_estimate(of_streams(self._coarse).placed(ranks=self._place(chosen)), self.fleet)
+        moved = port_estimate(self._coarse_pairings.placed(ranks=self._place(chosen)), self.fleet)
         seconds = moved.seconds
         for (source, target, _), found in zip(self._sync_streams, self._sync_pairings, strict=True):
             synced = found.placed(slots=self._numbers(source, chosen), ranks=self._numbers(target, chosen))
@@ -466,12 +465,6 @@ class _LargeProblem(_Problem):
             inter_node_bytes=moved.inter_node_bytes,
             moved_bytes=moved.moved_bytes,
         )
-
-
-def _assignment(gain: Floats) -> tuple[Ints, Ints]:
-    """(rows, columns) of an assignment of all columns to rows that gains most."""
-    rows, columns = linear_sum_assignment(gain, maximize=True)  # pyright: ignore[reportUnknownVariableType]
-    return np.asarray(rows, dtype=np.int64), np.asarray(columns, dtype=np.int64)  # pyright: ignore[reportUnknownArgumentType]
 
 
 def _common_bytes(found: Streams, holders: int, ranks: int, node_of: Ints | None) -> Floats:
@@ -488,7 +481,7 @@ def _common_bytes(found: Streams, holders: int, ranks: int, node_of: Ints | None
 
 def _weights(table: BoxTable) -> BoxTable:
     """Only the rows of weights."""
-    kept = np.array([t.components == ("weight",) for t in table.tracks], dtype=bool)[table.rows[:, 0]]
+    kept = np.array([t.components == ("weight",) for t in table.tracks], dtype=bool)[table.rows[:, TRACK]]
     return replace(table, rows=table.rows[kept], holders=table.holders[kept], part=table.part[kept])
 
 

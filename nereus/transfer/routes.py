@@ -268,8 +268,7 @@ def _least(demands: Demands, receive: Floats) -> PortLoads:
     if len(able):
         send = max(send, float(receive.sum() / link[able].sum()))
     network = _bound_once(out_once, nic, [(np.unique(fleet.nic_of[h]), size) for h, size in demands.leaving])
-    node_rates = np.array([sum(fleet.device_of[s].nic_bytes_per_second for s in n.slots) for n in fleet.nodes])
-    enter = float((demands.entering / node_rates).max(initial=0.0))
+    enter = float((demands.entering / fleet.node_rates).max(initial=0.0))
     seconds = {
         "slot send": send,
         "slot receive": float((receive / link).max(initial=0.0)),

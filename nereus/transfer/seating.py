@@ -139,8 +139,7 @@ class _Flow:
         """The busiest port, and the sums."""
         fleet = self.fleet
         link = np.maximum(fleet.link_rates, 1e-300)
-        rates = np.array([sum(fleet.device_of[s].nic_bytes_per_second for s in n.slots) for n in fleet.nodes])
-        levels = (self.send / link, self.receive / link, self.out / fleet.nic_rates, self.entering / rates)
+        levels = (self.send / link, self.receive / link, self.out / fleet.nic_rates, self.entering / fleet.node_rates)
         return PortEstimate(
             seconds=max(float(level.max(initial=0.0)) for level in levels),
             inter_node_bytes=round(float(self.entering.sum())),
