@@ -40,4 +40,4 @@ setup:  ## .venv with everything pinned; PYTHON=... chooses the interpreter
 
 clean:  ## what set-up, tests and checks made; keeps runs/
 	rm -rf .venv build nereus.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
-	find nereus tests experiments scripts -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
+	find nereus tests experiments scripts analysis baselines benchmarks -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true

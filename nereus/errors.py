@@ -11,6 +11,10 @@ NereusError
   JournalError      a run folder cannot be read or written
   CheckpointError   a checkpoint cannot be written, read or trusted; names the file
   SlotFailed        a slot process raised or died; carries its traceback
+  Infeasible        memory allows no order of a transition (transitions.order)
+  InvalidGraph      a transition graph may not run (transitions.holders)
+  UnreadableFolder  a foreign checkpoint cannot be read (interchange.source)
+  RefusedPickle     a pickle in one names what is not on the list (interchange.unpickle)
 """
 
 from __future__ import annotations

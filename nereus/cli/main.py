@@ -1,10 +1,12 @@
-"""The command `nereus`: train, report, doctor. Exit codes: 0 done, 1 failed, 2 wrong configuration, 130 stopped.
+"""The command `nereus` and its sub-commands. Exit codes: 0 done, 1 failed, 2 wrong configuration, 130 stopped.
 
 argparse rather than tyro: only its intermixed parsing takes options between a configuration and its overrides.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
@@ -51,7 +53,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     arguments, command = _parsed(words)
     try:
-        return command.run(arguments)
+        code = command.run(arguments)
+        sys.stdout.flush()
+        return code
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return WRONG
@@ -61,6 +65,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         return STOPPED
+    except BrokenPipeError:  # the reader of the output has gone, as with `| head`
+        _silence()
+        return FAILED
+    except OSError as error:
+        _silence()
+        print(f"error: {error}", file=sys.stderr)
+        return FAILED
+
+
+def _silence() -> None:
+    """Sends what is left in the output's buffer nowhere, so that the exit does not fail over it once more."""
+    with contextlib.suppress(OSError, ValueError):  # an output without a descriptor has nothing left
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _parsed(words: list[str]) -> tuple[Namespace, Command]:
@@ -171,13 +188,12 @@ def _resume(arguments: Namespace) -> int:
         print("\n".join(run.told()))
         return DONE
     _check_real_job(run.config, run.rollouts, run.resumption.manifest.step + 1)
-    run.write_config()
 
     def go_on(folder: RunFolder, display: Display, stop: StopSignal, rollouts: Path | None) -> None:
         display.phase("importing the runtime")
         from nereus.runtime.run import run_job  # seconds, and much memory
 
-        run_job(run.config, folder, display, stop, rollouts, run.resumption)
+        run_job(run.config, folder, display, stop, rollouts, run.resumption, on_claimed=run.write_config)
 
     return _told(run.folder, run.config.run.steps, run.told(), go_on, run.rollouts)
 

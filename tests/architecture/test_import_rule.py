@@ -32,6 +32,7 @@ def test_import_rule_holds() -> None:
         ("plan.py", "import nereus.runtime.slot", "nereus.plan is not allowed to import nereus.runtime.slot"),
         ("plan.py", "import nereus.engines.vllm.sync", "not allowed to import nereus.engines.vllm.sync"),
         ("transfer/routes.py", "import torch", "nereus.transfer.routes is not allowed to import torch"),
+        ("transitions/order.py", "import time", "nereus.transitions.order is not allowed to import time"),
         ("costs/step.py", "import nereus.rl.batch", "nereus.costs.step is not allowed to import nereus.rl.batch"),
         ("sim/world.py", "import nereus.runtime.slot", "nereus.sim.world is not allowed to import nereus.runtime.slot"),
         ("runtime/slot.py", "import nereus.sim.world", "nereus.runtime.slot is not allowed to import nereus.sim.world"),
@@ -44,6 +45,7 @@ def test_import_rule_can_fail(tmp_path: Path, path: str, line: str, complaint: s
     for module in (
         "plan",
         "transfer/routes",
+        "transitions/order",
         "costs/step",
         "sim/world",
         "runtime/slot",

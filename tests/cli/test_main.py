@@ -149,6 +149,22 @@ def test_doctor_names_what_it_finds(capsys: pytest.CaptureFixture[str]) -> None:
     assert ("nothing is missing" in shown) == (code == 0)
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+def test_an_output_that_takes_nothing_is_one_line() -> None:
+    """A full disk behind the output, and a reader that has gone."""
+    command = [sys.executable, "-m", "nereus.cli.main", "transition", "--model", "llama-3.2-1b", "--fleet", "8xh100"]
+    command += ["--from", "tp=8", "--to", "dp=8", "--slots", "--json"]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr == "error: [Errno 28] No space left on device\n"
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w") as gone:
+        done = subprocess.run(command, stdout=gone, stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
 def test_help_loads_nothing_heavy() -> None:
     script = """
 import contextlib, sys
