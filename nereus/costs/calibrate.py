@@ -40,7 +40,6 @@ class Prior:
     common_share: float = 0.15
     noise_share: float = 0.03
     kept_share: float = 0.98
-    own_shares: Mapping[str, float] | None = None
 
     @property
     def terms(self) -> tuple[str, ...]:
@@ -49,8 +48,7 @@ class Prior:
 
     def covariance(self) -> Matrix:
         """[terms, terms] covariance of the coefficients over their means."""
-        own = np.array([(self.own_shares or {}).get(name, self.own_share) for name in self.terms])
-        return np.diag(own**2) + self.common_share**2
+        return np.diag(np.full(len(self.terms), self.own_share**2)) + self.common_share**2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

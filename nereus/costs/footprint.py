@@ -3,7 +3,7 @@
 Components of training: weights, gradients, masters, moments, gathered (what full sharding holds whole for a moment),
 activations, working (one layer while it is recomputed or differentiated), logits, ends (the gradient of an embedding
 or a head before it is added up), communicators. Of generation: weights, cache, engine (workspace and graphs).
-`staging` is what moving weights needs. Each is one closed form; nothing is fitted but MARGIN.
+Each is one closed form; nothing is fitted but MARGIN.
 
 Formulas: facts, costs, 3.6 and 3.7; Korthikanti et al. 2022 for layers without flash attention (their table 2 by term).
 """
@@ -12,12 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import ceil
 
 from nereus.costs.generation import WORKSPACE_BYTES, Generator, cache_bytes_per_token, weight_bytes_per_slot
 from nereus.costs.rates import Rates
 from nereus.costs.shape import Shape
-from nereus.costs.training import BatchWork, owned_parameters
+from nereus.costs.training import BatchWork, layer_counts, owned_parameters
 from nereus.layout import Layout
 
 MARGIN = 0.06
@@ -60,8 +59,7 @@ def state_components(
     """
     body, experts = owned_parameters(shape, layout, pp_rank)
     both = body + experts
-    ranks, among = layout.dp * layout.cp, layout.expert_dp
-    parts = body / ranks + experts / among
+    parts = body / layout.optimizer_ranks + experts / layout.expert_dp
     if batch.sharding == "full":
         return {"weights": 0.0, "gradients": 4 * parts, "masters": 4 * parts, "moments": 8 * parts}
     owned = parts if batch.sharding == "optimizer" else both
@@ -87,7 +85,7 @@ def layer_activation_bytes(shape: Shape, layout: Layout, batch: BatchWork, *, sp
         attention = (4 * shape.query_dim + 4 * max(shape.key_dim, shape.head_dim * tp)) / tp
     if old:
         squares = 0 if kept == "selective" else 5 * shape.heads * batch.tokens / tp
-        return rows * (norms / cut + attention / tp * tp + 2 * 2 * shape.ffn / tp + squares)
+        return rows * (norms / cut + attention + 2 * 2 * shape.ffn / tp + squares)
     if not sparse:
         return rows * (norms / cut + attention + _mlp_bytes(shape, shape.ffn) / tp)
     active = shape.active_expert_count
@@ -113,9 +111,7 @@ def in_flight(layout: Layout, batch: BatchWork, pp_rank: int) -> float:
 
 def activation_components(shape: Shape, layout: Layout, batch: BatchWork, pp_rank: int) -> dict[str, float]:
     """Bytes of kept activations, of the layer at work, of logits and of what full sharding gathers."""
-    layers = layout.layers(pp_rank)
-    plain = sum(layer < shape.dense_layers or not shape.expert_count for layer in layers)
-    sparse = len(layers) - plain
+    plain, sparse = layer_counts(shape, layout, pp_rank)
 
     def kept(how: str) -> tuple[float, float]:
         return (
@@ -140,7 +136,7 @@ def activation_components(shape: Shape, layout: Layout, batch: BatchWork, pp_ran
         body, experts = owned_parameters(shape, layout, pp_rank)
         ends = (shape.embedding_parameters_count + shape.head_parameters_count) / layout.tp
         ends = ends if layout.pp == 1 else ends / 2
-        per_layer = max(0.0, body + experts - ends) / max(1, len(layers))
+        per_layer = max(0.0, body + experts - ends) / max(1, plain + sparse)
         components["gathered"] = 2 * (2 * per_layer + ends) + 4 * per_layer
     return components
 
@@ -200,8 +196,3 @@ def binding_peak(peaks: Sequence[Peak]) -> Peak:
 def fits(peak: Peak, rates: Rates) -> bool:
     """Whether the slot holds the peak with its margin."""
     return peak.safe_bytes <= rates.memory_bytes
-
-
-def staging_bytes(bucket_bytes: int, layer_bytes: int) -> int:
-    """What a movement of weights needs beside them: at most one bucket plus one layer (design, 5), in whole KiB."""
-    return ceil((bucket_bytes + layer_bytes) / 1024) * 1024

@@ -7,7 +7,8 @@ Terms (names of their own, so that training and generation are calibrated apart)
   decode_experts the same of experts: those that some token chose
   decode_cache   keys and values read
   decode_tp      all-reduces of a step
-  engine_step    what the engine takes a step whatever it holds: kernels without work, scheduler, sampler
+  decode_launch  launches of a step's kernels beside products, attention and all-reduces
+  engine_step    what the engine takes a step whatever it holds: scheduler, sampler
   engine_token   what it takes for each token: sampling, detokenising, bookkeeping
 
 Lengths decide: all sequences of a batch start together, so that a step's batch is the number of those that still live.
@@ -38,7 +39,10 @@ QUANTILES = 48
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Generator:
-    """One generation replica: its tensor parallelism, expert parallelism (0: experts are cut like the rest), and types."""
+    """One generation replica: its tensor parallelism, which cuts experts like the rest, and bytes a number.
+
+    `arithmetic_bytes` 0: products run at the width of the weights.
+    """
 
     tp: int
     weight_bytes: float = 2.0
@@ -114,7 +118,7 @@ def weight_bytes_per_slot(shape: Shape, engine: Generator) -> float:
 def cache_bytes_per_token(shape: Shape, engine: Generator) -> float:
     """Bytes that a token's keys and values take on one slot, over all layers; key heads are repeated above their number."""
     if shape.kv_latent_dim:
-        return shape.layers * shape.cache_elements_per_token * engine.cache_bytes
+        return shape.layers * (shape.kv_latent_dim + shape.rope_dim) * engine.cache_bytes
     heads = max(1.0, shape.kv_heads / engine.tp)
     return shape.layers * 2 * heads * shape.head_dim * engine.cache_bytes
 

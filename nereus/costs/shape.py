@@ -1,4 +1,4 @@
-"""The sizes of a language model that time and memory depend on: Shape, its parameters, its cache bytes per token.
+"""The sizes of a language model that time and memory depend on: Shape, its parameters, its matrices.
 
 A Shape says less than a ModelSpec (no names, no types) and covers more: multi-head latent attention, shared experts and
 dense first layers, which the planner must price even where the engines do not run them.
@@ -55,11 +55,6 @@ class Shape:
     def key_dim(self) -> int:
         """Width of the keys (or values) over all key heads."""
         return self.kv_heads * self.head_dim
-
-    @property
-    def cache_elements_per_token(self) -> int:
-        """Numbers that a layer's cache keeps for a token."""
-        return self.kv_latent_dim + self.rope_dim if self.kv_latent_dim else 2 * self.key_dim
 
     def attention_matrices(self, tp: int = 1) -> tuple[tuple[int, int], ...]:
         """(output, input) widths of a layer's attention projections on one of `tp` ranks."""

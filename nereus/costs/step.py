@@ -11,13 +11,13 @@ The step is the sum of its phases. A job whose stages overlap or sit apart is no
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 
 from nereus.costs.generation import Generator, Lengths, generate_terms, weight_bytes_per_slot
 from nereus.costs.rates import Rates
 from nereus.costs.shape import Shape
-from nereus.costs.training import BatchWork, Terms, forward_terms, owned_parameters, train_terms
+from nereus.costs.training import BatchWork, Terms, forward_terms, most_owned_parameters, train_terms
 from nereus.layout import Layout
 
 FRAMEWORK_STEP_SECONDS = 1.0
@@ -54,20 +54,14 @@ class StepWork:
 def step_phases(
     shape: Shape, train: Layout, batch: BatchWork, engine: Generator, replicas: int, work: StepWork, rates: Rates
 ) -> dict[str, Terms]:
-    """Phase -> terms of a step. `batch` says how training is done; its sequences and tokens are taken from `work`."""
+    """Phase -> terms of a step. `batch` says how training and forward passes are done.
+
+    Its `sequences`, `tokens` and `micro_batch` do not count: what is run and packed follows from `work`.
+    """
     tokens = max(1, round(work.sample_tokens))
     packed = max(1, int(work.packed_tokens // tokens))
-    each = BatchWork(
-        sequences=max(1, ceil(work.samples / work.mini_batches)),
-        tokens=tokens,
-        micro_batch=packed,
-        chunk_count=batch.chunk_count,
-        recompute=batch.recompute,
-        sharding=batch.sharding,
-        weight_bytes=batch.weight_bytes,
-        gradient_bytes=batch.gradient_bytes,
-    )
-    whole = BatchWork(sequences=work.samples, tokens=tokens, micro_batch=packed, sharding=batch.sharding)
+    whole = replace(batch, sequences=work.samples, tokens=tokens, micro_batch=packed)
+    each = replace(whole, sequences=max(1, ceil(work.samples / work.mini_batches)))
     steps = work.mini_batches * work.epochs * (2 if work.critic else 1)
     responses = ceil(work.samples / replicas)
     return {
@@ -95,8 +89,8 @@ def sync_terms(shape: Shape, train: Layout, engine: Generator, rates: Rates, wor
         wire = rates.link_bytes_per_second if inside else min(rates.link_bytes_per_second, shared)
     else:
         received = weight_bytes_per_slot(shape, engine)
-    body, experts = max((owned_parameters(shape, train, rank) for rank in range(train.pp)), key=sum)
-    state = 12 * body / (train.dp * train.cp) + 12 * experts / train.expert_dp + 2 * (body + experts)
+    body, experts = most_owned_parameters(shape, train)
+    state = 12 * body / train.optimizer_ranks + 12 * experts / train.expert_dp + 2 * (body + experts)
     times = 2 if work.critic else 1
     return {"sync": received / wire, "offload": 2 * times * state / rates.host_bytes_per_second}
 

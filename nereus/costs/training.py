@@ -177,7 +177,7 @@ class _Stage:
         return sum(self.terms.values())
 
 
-def _kinds(shape: Shape, layout: Layout, pp_rank: int) -> tuple[int, int]:
+def layer_counts(shape: Shape, layout: Layout, pp_rank: int) -> tuple[int, int]:
     """(dense, sparse) layers of a pipeline rank."""
     layers = layout.layers(pp_rank)
     if not shape.expert_count:
@@ -195,7 +195,7 @@ def _stages(shape: Shape, layout: Layout, batch: BatchWork, rates: Rates, *, bac
     twice, core, third = (2, 3, 3) if backward else (0, 0, 1)
     stages: list[_Stage] = []
     for rank in range(layout.pp):
-        counts = _kinds(shape, layout, rank)
+        counts = layer_counts(shape, layout, rank)
         costs = [(counts[0], plain), (counts[1], sparse)]
         terms = {
             "gemm": (1 + twice) * _sum(costs, "gemm_seconds"),
@@ -250,7 +250,7 @@ def _pipelined(stages: list[_Stage], micro_batches: int, chunk_count: int) -> di
 
 def owned_parameters(shape: Shape, layout: Layout, pp_rank: int) -> tuple[float, float]:
     """(dense, expert) parameters on one rank of a pipeline rank: tensor, pipeline and expert cuts applied."""
-    plain, sparse = _kinds(shape, layout, pp_rank)
+    plain, sparse = layer_counts(shape, layout, pp_rank)
     layers = plain + sparse
     body = layers * shape.attention_parameters_count + plain * shape.dense_mlp_parameters_count
     body += sparse * shape.shared_parameters_count
@@ -262,6 +262,11 @@ def owned_parameters(shape: Shape, layout: Layout, pp_rank: int) -> tuple[float,
     return body / layout.tp, experts
 
 
+def most_owned_parameters(shape: Shape, layout: Layout) -> tuple[float, float]:
+    """`owned_parameters` of the pipeline rank that has most."""
+    return max((owned_parameters(shape, layout, rank) for rank in range(layout.pp)), key=sum)
+
+
 def _replica_seconds(
     shape: Shape, layout: Layout, batch: BatchWork, rates: Rates, hiding: float, forward: float
 ) -> float:
@@ -270,11 +275,11 @@ def _replica_seconds(
     Full sharding gathers parameters for forward and backward and scatters gradients in every micro-batch of a model
     without pipeline.
     """
-    ranks = layout.dp * layout.cp
+    ranks = layout.optimizer_ranks
     if ranks <= 1:
         return 0.0
     per_node = max(1, rates.slots_per_node // layout.tp)
-    body, experts = max((owned_parameters(shape, layout, rank) for rank in range(layout.pp)), key=sum)
+    body, experts = most_owned_parameters(shape, layout)
     part = (ranks - 1) / ranks
     gather = 2 * part * body
     scatter = batch.gradient_bytes * part * body
@@ -301,9 +306,9 @@ def _exposed(seconds: float, hiding: float) -> float:
 
 def optimizer_seconds(shape: Shape, layout: Layout, batch: BatchWork, rates: Rates) -> float:
     """Adam reads and writes 30 bytes a parameter that it owns, clipping and zeroing 12 bytes a local one."""
-    body, experts = max((owned_parameters(shape, layout, rank) for rank in range(layout.pp)), key=sum)
+    body, experts = most_owned_parameters(shape, layout)
     sharded = batch.sharding != "none"
-    owned = body / (layout.dp * layout.cp if sharded else 1) + experts / (layout.expert_dp if sharded else 1)
+    owned = body / (layout.optimizer_ranks if sharded else 1) + experts / (layout.expert_dp if sharded else 1)
     local = owned if batch.sharding == "full" else body + experts
     return (30 * owned + 12 * local) / rates.memory_bytes_per_second
 

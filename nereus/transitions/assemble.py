@@ -26,7 +26,7 @@ from nereus.transitions.graph import (
     lane_id,
 )
 from nereus.transitions.order import Lane, merged
-from nereus.transitions.room import Piece, RoomPlan, plan_room, snapshots, stays
+from nereus.transitions.room import FlowPiece, RoomPlan, plan_room, snapshots, stays
 
 FROZEN_EARLY = frozenset((*MOVES, "copy", "arrive", "verify"))
 Key = tuple[str, Lane]
@@ -198,7 +198,7 @@ class _Builder:
             for move in moves:
                 self._edge(arrive, move)
 
-    def _move_piece(self, piece: Piece) -> int:
+    def _move_piece(self, piece: FlowPiece) -> int:
         flow = self.change.flows[piece.flow_index]
         parked = self.staged.get(piece.release_index) if piece.release_index is not None else None
         via = parked[1] if parked else None

@@ -78,7 +78,7 @@ class Change:
 
     `phase_bytes` by lane is what a step's phases need beside what is resident: only what fits beside it may happen
     before the pause. Pieces have at most `chunk_bytes` and, where memory forces smaller ones, at least
-    `least_chunk_bytes`. `host_of` gives the lane of each slot's host memory.
+    `least_chunk_bytes`. `host_of` gives the lane of each slot's host memory; mode snapshot needs it.
     """
 
     emus: tuple[EmuChange, ...]
@@ -99,8 +99,14 @@ class Change:
             used[r.lane] += r.present_bytes + r.blank_present_bytes
         return dict(used)
 
+    def mode_of(self, emu: str) -> Mode:
+        """The mode of an EMU of the change."""
+        return next(entry.mode for entry in self.emus if entry.emu == emu)
+
     def validate(self) -> None:
         """ConfigError for the first number that cannot be true: names the EMU, the lane and what would be right."""
+        if not 1 <= self.least_chunk_bytes <= self.chunk_bytes:
+            raise ConfigError("least_chunk_bytes", self.least_chunk_bytes, f"1 to chunk_bytes = {self.chunk_bytes:,}")
         known = {change.emu for change in self.emus}
         if len(known) != len(self.emus):
             raise ConfigError("emus", [change.emu for change in self.emus], "each EMU once")
@@ -119,6 +125,9 @@ class Change:
             if r.emu not in known or r.lane not in self.capacity_bytes:
                 raise ConfigError("residencies", f"{r.emu} on {lane_name(r.lane)}", "an EMU and a lane of the change")
             _validate_residency(r, arriving[key], freed[key])
+            if r.lane >= 0 and r.present_bytes and r.lane not in self.host_of and self.mode_of(r.emu) == "snapshot":
+                what = f"{r.emu} on {lane_name(r.lane)}"
+                raise ConfigError("host_of", what, "the lane of the slot's host memory, where mode snapshot copies")
 
 
 def _validate_flow(flow: Flow, places: Mapping[tuple[str, Lane], Residency]) -> None:

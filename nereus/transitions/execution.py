@@ -245,8 +245,7 @@ class Execution:
             if not bare:
                 return "old"
             return "snapshot" if all(self._in_snapshot(r) for r in bare) else "survivors"
-        mode = next(change.mode for change in self.graph.change.emus if change.emu == emu)
-        if mode == "snapshot" and not any(self._needs_lost_host(r) for r in here):
+        if self.graph.change.mode_of(emu) == "snapshot" and not any(self._needs_lost_host(r) for r in here):
             return "snapshot"
         return "held" if not any(r.lane in self.lost for r in here) and not self._parked_on_lost(emu) else "survivors"
 

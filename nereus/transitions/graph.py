@@ -36,6 +36,7 @@ Kind = Literal[
 Place = Literal["outside", "interleaved", "pause"]
 EdgeKind = Literal["data", "memory", "communicator"]
 PLACES: tuple[Place, ...] = get_args(Place)
+"""In the order in which a timeline runs them. `nereus.transitions.assemble` places nothing outside yet."""
 EDGE_KINDS: tuple[EdgeKind, ...] = get_args(EdgeKind)
 MOVES = frozenset(("transfer", "stage_out", "stage_in"))
 """Kinds that carry bytes from one lane to another."""

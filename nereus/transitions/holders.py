@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 
 from nereus.errors import NereusError
-from nereus.transitions.change import Change, Mode, Residency
+from nereus.transitions.change import Change, Residency
 from nereus.transitions.graph import MOVES, TransitionGraph
 from nereus.transitions.order import Lane, lane_name
 
@@ -26,11 +26,6 @@ def broken(graph: TransitionGraph, index: int, rule: str) -> InvalidGraph:
     return InvalidGraph(f"{graph.ids[index]}: {rule}")
 
 
-def mode_of(change: Change, emu: str) -> Mode:
-    """The mode of an EMU."""
-    return next(entry.mode for entry in change.emus if entry.emu == emu)
-
-
 def flow_moves(graph: TransitionGraph) -> list[int]:
     """Moves that carry a flow; the others stage snapshots and parked bytes."""
     return [i for kind in sorted(MOVES) for i in graph.by_kind[kind] if not graph.operations[i].note]
@@ -39,7 +34,7 @@ def flow_moves(graph: TransitionGraph) -> list[int]:
 def leaving(change: Change, r: Residency) -> int:
     """Old bytes that are released: all beside, in place those that do not stay where they are."""
     stays = r.present_bytes == r.kept_bytes == r.target_bytes and not r.copied_bytes
-    if mode_of(change, r.emu) == "beside" and not stays:
+    if change.mode_of(r.emu) == "beside" and not stays:
         return r.present_bytes
     return r.present_bytes - r.kept_bytes + r.copied_bytes
 

@@ -15,7 +15,7 @@ from nereus.transitions.timeline import Timeline, timeline
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Price:
-    """Predicted seconds of a transition: in the pause, interleaved with a step, and outside; what admission weighs.
+    """Predicted seconds of a transition: in the pause, interleaved with a step, and outside of steps; what admission weighs.
 
     `deviation_seconds` is the standard deviation of `seconds`, from the factors of the kinds on the longest chain;
     `bound_seconds` is what no schedule of the graph goes below.

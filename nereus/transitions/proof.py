@@ -13,7 +13,7 @@ from itertools import pairwise
 
 from nereus.transitions.change import Change, Residency
 from nereus.transitions.graph import MOVES, PLACES, TransitionGraph
-from nereus.transitions.holders import InvalidGraph, broken, check_sources, durability, flow_moves, mode_of
+from nereus.transitions.holders import InvalidGraph, broken, check_sources, durability, flow_moves
 from nereus.transitions.order import Lane, lane_name
 
 
@@ -40,7 +40,7 @@ def check(graph: TransitionGraph) -> Proof:
     """
     graph.change.validate()
     _check_operations(graph)
-    _check_acyclic(graph)
+    order = _check_acyclic(graph)
     _check_commit(graph)
     _check_arrivals(graph)
     _check_verified(graph)
@@ -48,7 +48,7 @@ def check(graph: TransitionGraph) -> Proof:
     check_sources(graph)
     _check_engines(graph)
     words, exposed = durability(graph)
-    _check_communicators(graph)
+    _check_communicators(graph, order)
     return Proof(peak_bytes=lane_peaks(graph), durability=words, exposed_bytes=exposed)
 
 
@@ -68,23 +68,17 @@ def _check_operations(graph: TransitionGraph) -> None:
             raise broken(graph, index, "bytes and seconds must not be negative")
 
 
-def _check_acyclic(graph: TransitionGraph) -> None:
-    """Edges lead to an end, and never from the pause to before it."""
-    waits = list(graph.waits)
-    ready = [index for index, count in enumerate(waits) if count == 0]
+def _check_acyclic(graph: TransitionGraph) -> list[int]:
+    """Edges lead to an end, and never from the pause to before it; the operations in topological order."""
+    order = topological(graph)
     place = [PLACES.index(operation.place) for operation in graph.operations]
-    done = 0
-    while ready:
-        index = ready.pop()
-        done += 1
+    for index in order:
         for after in graph.successors[index]:
             if place[after] < place[index]:
                 raise broken(graph, after, f"is {PLACES[place[after]]}, but waits for {graph.ids[index]}")
-            waits[after] -= 1
-            if not waits[after]:
-                ready.append(after)
-    if done < len(waits):
-        raise broken(graph, next(i for i, count in enumerate(waits) if count), "waits for itself: a cycle")
+    if len(order) < len(place):
+        raise broken(graph, min(set(range(len(place))) - set(order)), "waits for itself: a cycle")
+    return order
 
 
 def _check_commit(graph: TransitionGraph) -> None:
@@ -149,7 +143,7 @@ def _needed(change: Change, r: Residency) -> int:
     """Bytes of new room for state: all of the target beside, what arrives and what is copied in place."""
     if r.present_bytes == r.kept_bytes == r.target_bytes and not r.copied_bytes:
         return 0
-    return r.target_bytes if mode_of(change, r.emu) == "beside" else r.target_bytes - r.kept_bytes + r.copied_bytes
+    return r.target_bytes if change.mode_of(r.emu) == "beside" else r.target_bytes - r.kept_bytes + r.copied_bytes
 
 
 def _check_room(graph: TransitionGraph) -> None:
@@ -252,12 +246,12 @@ def _lane_orders(graph: TransitionGraph) -> dict[Lane, list[int]]:
     return orders
 
 
-def _check_communicators(graph: TransitionGraph) -> None:
-    """Every slot meets its communicator operations in one order."""
+def _check_communicators(graph: TransitionGraph, order: list[int]) -> None:
+    """Every slot meets its communicator operations in one order; `order` is a topological one."""
     chain = next(edges for edges in graph.edges if edges.kind == "communicator")
     pairs = set(zip(chain.before_index, chain.after_index, strict=True))
     by_lane: dict[Lane, list[int]] = defaultdict(list)
-    position = {index: at for at, index in enumerate(topological(graph))}
+    position = {index: at for at, index in enumerate(order)}
     for index in sorted((*graph.by_kind["build_groups"], *graph.by_kind["destroy_groups"]), key=position.__getitem__):
         for lane in graph.operations[index].lanes:
             by_lane[lane].append(index)
@@ -270,7 +264,7 @@ def _check_communicators(graph: TransitionGraph) -> None:
 
 
 def topological(graph: TransitionGraph) -> list[int]:
-    """Operations so that each comes after those that it waits for."""
+    """Operations so that each comes after those that it waits for; those of a cycle, and all behind it, are missing."""
     waits = list(graph.waits)
     order = [index for index, count in enumerate(waits) if count == 0]
     for index in order:

@@ -18,7 +18,7 @@ Key = tuple[str, Lane]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Piece:
+class FlowPiece:
     """Bytes [start, start + size_bytes) of flow `flow_index`, the claim that they fill, the release that reads them.
 
     `release_index` is None when nothing that they are read from is dropped before the commit.
@@ -42,12 +42,12 @@ class RoomPlan:
 
     claims: tuple[Claim, ...]
     releases: tuple[Release, ...]
-    pieces: tuple[Piece, ...]
+    pieces: tuple[FlowPiece, ...]
     steps: tuple[Step, ...]
     whole_claims: dict[Key, int]
     copy_releases: dict[Key, int]
-    claim_pieces: dict[int, Piece]
-    release_pieces: dict[int, Piece]
+    claim_pieces: dict[int, FlowPiece]
+    release_pieces: dict[int, FlowPiece]
     blank_releases: set[int]
 
 
@@ -70,7 +70,7 @@ def needs(r: Residency, *, beside: bool) -> int:
 
 def gives(change: Change, r: Residency) -> int:
     """Bytes of old state that the lane gives back before the commit; what a host holds is its own snapshot."""
-    mode = next(emu.mode for emu in change.emus if emu.emu == r.emu)
+    mode = change.mode_of(r.emu)
     if mode == "beside" or (mode == "snapshot" and r.lane < 0):
         return 0
     return r.present_bytes - r.kept_bytes + r.copied_bytes
@@ -78,8 +78,9 @@ def gives(change: Change, r: Residency) -> int:
 
 def snapshots(change: Change) -> dict[Key, int]:
     """Bytes that each slot must copy to host memory first: what no other domain guards, of EMUs in mode snapshot."""
-    modes = {emu.emu: emu.mode for emu in change.emus}
-    dropping = {r.emu for r in change.residencies if modes[r.emu] == "snapshot" and r.lane >= 0 and gives(change, r)}
+    dropping = {
+        r.emu for r in change.residencies if change.mode_of(r.emu) == "snapshot" and r.lane >= 0 and gives(change, r)
+    }
     return {
         (r.emu, r.lane): r.present_bytes - r.guarded_bytes
         for r in change.residencies
@@ -157,9 +158,9 @@ class _Cut:
         self.change, self.size_bytes = change, size_bytes
         self.claims: list[Claim] = []
         self.releases: list[Release] = []
-        self.pieces: list[Piece] = []
-        self.claim_pieces: dict[int, Piece] = {}
-        self.release_pieces: dict[int, Piece] = {}
+        self.pieces: list[FlowPiece] = []
+        self.claim_pieces: dict[int, FlowPiece] = {}
+        self.release_pieces: dict[int, FlowPiece] = {}
         self.blank_releases: set[int] = set()
         self.whole_claims: dict[Key, int] = {}
         self.copy_releases: dict[Key, int] = {}
@@ -226,7 +227,7 @@ class _Cut:
         elif flow.hop == 0 and self.given[key]:
             self.rest_after[key].add(claim)
             self.rest_pieces[key].append(len(self.pieces))
-        piece = Piece(flow_index=index, start=start, size_bytes=size, claim_index=claim, release_index=release)
+        piece = FlowPiece(flow_index=index, start=start, size_bytes=size, claim_index=claim, release_index=release)
         self.pieces.append(piece)
         if release is not None:
             self.release_pieces[release] = piece

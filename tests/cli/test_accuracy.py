@@ -59,19 +59,77 @@ ROW = {
     "step_time_s": "4.6",
     "how_obtained": "log",
 }
+DECODE = {
+    "source": "our own runs",
+    "engine": "vLLM 0.14",
+    "model": "LLAMA3.1-8B",
+    "gpu": "H100-80GB-SXM",
+    "weight_dtype": "bf16",
+    "kv_dtype": "",
+    "tp": "1",
+    "pp": "1",
+    "batch": "64",
+    "batching": "static",
+    "input_len": "512",
+    "output_len": "256",
+    "output_tok_s_total": "3000",
+    "ttft_ms": "",
+    "tpot_ms": "",
+    "notes": "",
+}
+PERF = {
+    "source": "our own runs",
+    "system": "NeMo-RL",
+    "model": "LLAMA3.1-8B",
+    "algo": "GRPO",
+    "gpu": "H100",
+    "num_gpus": "64",
+    "prompt_len": "100",
+    "response_len": "700",
+    "train_tp": "1",
+    "train_pp": "2",
+    "global_batch": "2048",
+    "step_time_s": "60",
+    "notes": "On policy",
+}
+MEMORY = {
+    "source": "our own runs",
+    "model": "LLAMA3.1-8B",
+    "hidden": "",
+    "gpu": "H100",
+    "seq": "4096",
+    "mbs": "1",
+    "tp": "4",
+    "pp": "1",
+    "dp": "2",
+    "sharding": "ZeRO-1",
+    "recompute": "full",
+    "stage": "",
+    "component": "max_allocated",
+    "peak_mem_gib": "50",
+    "notes": "",
+}
+TABLES = {
+    "train_points.csv": ROW,
+    "decode_points.csv": DECODE,
+    "perf_points.csv": PERF,
+    "memory_points.csv": MEMORY,
+}
+NO_PREDICTION = "its numbers admit no prediction"
 
 
-def table(folder: Path, *rows: dict[str, str]) -> Path:
-    with (folder / "train_points.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, TRAIN, restval="")
+def table(folder: Path, *rows: dict[str, str], name: str = "train_points.csv") -> Path:
+    with (folder / name).open("w", newline="") as file:
+        writer = csv.DictWriter(file, TRAIN if name.startswith("train") else list(rows[0]), restval="")
         writer.writeheader()
         writer.writerows(rows)
     return folder
 
 
 def summary(capsys: pytest.CaptureFixture[str], *words: str) -> dict:
+    """The one JSON object; Infinity and NaN are not JSON."""
     assert main(["accuracy", *words, "--json"]) == 0
-    return json.loads(capsys.readouterr().out)
+    return json.loads(capsys.readouterr().out, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
 
 
 @pytest.mark.skipif(not PUBLIC.exists(), reason="the public point tables are not on this machine")
@@ -146,6 +204,79 @@ def test_rules_say_why_a_row_is_left_out(
     found = summary(capsys, "--points", str(table(tmp_path, ROW, {**ROW, **change})))
     assert found["usable_rows"] == 1
     assert found["skipped"] == [{"kind": "train", "rule": rule, "rows": 1}]
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "rule"),
+    [
+        ("train_points.csv", {"step_time_s": "", "tok_s_gpu": "0"}, NO_PREDICTION),
+        ("train_points.csv", {"step_time_s": "nan"}, "no number in column step_time_s"),
+        ("train_points.csv", {"step_time_s": "0"}, "what was measured is not above 0"),
+        ("train_points.csv", {"step_time_s": "1e-320"}, NO_PREDICTION),
+        ("train_points.csv", {"seq": "inf"}, "no number in column seq"),
+        ("train_points.csv", {"gbs": f"4{'0' * 350}"}, "no number in column gbs"),
+        ("train_points.csv", {"seq": f"4{'0' * 300}"}, NO_PREDICTION),
+        ("train_points.csv", {"gbs": "-64"}, "column gbs is below 0"),
+        ("train_points.csv", {"pp": "64", "tp": "1", "dp": "1", "n_gpus": "64"}, "more pipeline ranks than layers"),
+        (
+            "train_points.csv",
+            {"model": "GPT-1", "hidden": "512", "layers": "2", "heads": "0", "seq": "512"},
+            NO_PREDICTION,
+        ),
+        ("decode_points.csv", {"output_tok_s_total": "0"}, NO_PREDICTION),
+        ("decode_points.csv", {"output_tok_s_total": "inf"}, "no number in column output_tok_s_total"),
+        ("decode_points.csv", {"batch": "0"}, NO_PREDICTION),
+        ("decode_points.csv", {"batch": "-4"}, "column batch is below 0"),
+        ("decode_points.csv", {"tpot_ms": "nan"}, "no number in column tpot_ms"),
+        ("perf_points.csv", {"response_len": "0"}, "the mean response length is not above 0"),
+        ("perf_points.csv", {"response_len": "inf"}, "no number in column response_len"),
+        ("perf_points.csv", {"global_batch": "1e999"}, "no number in column samples"),
+        ("perf_points.csv", {"train_pp": "64"}, "more pipeline ranks than layers"),
+        ("memory_points.csv", {"peak_mem_gib": "inf"}, "no number in column peak_mem_gib"),
+        ("memory_points.csv", {"pp": "33"}, "more pipeline ranks than layers"),
+    ],
+)
+def test_numbers_that_admit_no_prediction_are_skipped(
+    name: str, change: dict[str, str], rule: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    usable = TABLES[name]
+    table(tmp_path, usable, {**usable, **change}, name=name)
+    found = summary(capsys, "--points", str(tmp_path))
+    assert [(row["rule"], row["rows"]) for row in found["skipped"]] == [(rule, 1)]
+    assert found["usable_rows"] == 1
+
+
+def test_a_row_with_too_many_cells_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = table(tmp_path, ROW, ROW)
+    path = folder / "train_points.csv"
+    path.write_text(path.read_text().rstrip("\r\n") + ",a note, not quoted\n")
+    assert main(["accuracy", "--points", str(folder)]) == 2
+    told = capsys.readouterr().err
+    assert "train_points.csv, line 3" in told
+    assert "expected no more cells than columns" in told
+
+
+def test_a_prediction_that_does_not_rise_with_the_sequence_is_missed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Seconds a token rise from row to row; the first row's layout is predicted to be slower than the second's."""
+    series = {**ROW, "source": "NeMo long-sequence", "step_time_s": "", "mbs": "1", "recompute": "none"}
+    rows = [
+        {**series, "seq": str(1024 << n), "model_tflops_gpu": str(900 // (n + 1)), "tp": "8" if n == 0 else "1"}
+        | ({"dp": "1"} if n == 0 else {"dp": "8"})
+        for n in range(4)
+    ]
+    folder = table(tmp_path, *rows)
+    found = summary(capsys, "--points", str(folder))
+    assert [(each["count"], each["monotone"]) for each in found["growth"]] == [(4, False)]
+    assert found["targets"][-1] == {
+        "name": "sequence growth (NeMo, 4k to 1M tokens): worst",
+        "value": None,
+        "bound": 0.15,
+        "verdict": "missed: the prediction does not rise with the sequence",
+    }
+    assert main(["accuracy", "--points", str(folder)]) == 0
+    assert "missed: the prediction does not rise" in capsys.readouterr().out
 
 
 def test_equal_rows_count_once(tmp_path: Path) -> None:

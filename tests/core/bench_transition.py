@@ -11,6 +11,8 @@ import random
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
 
 from tests.core.settling import trial
 from tests.core.test_order import attempt, brute_force
@@ -39,6 +41,20 @@ def order_trial(rng: random.Random) -> Counter[str]:
     return Counter({"orders": 1, "orders that exist and are found": exists, "orders with a cycle": parked})
 
 
+def instance(rng: random.Random, faults: int) -> Counter[str]:
+    """One transition, and now and then one order."""
+    found = trial(rng.randint, faults)
+    return found + order_trial(rng) if rng.random() < ORDERS_PER_INSTANCE else found
+
+
+def seeded(seed: int, run: Callable[[random.Random], Counter[str]]) -> Counter[str]:
+    """What came of an instance; AssertionError with its seed for whatever it raises."""
+    try:
+        return run(random.Random(seed))
+    except Exception as error:
+        raise AssertionError(f"seed {seed}: {type(error).__name__}: {error}") from error
+
+
 def main() -> int:
     """Runs and prints the counts."""
     count = int(sys.argv[1]) if len(sys.argv) > 1 else 10_000
@@ -46,13 +62,7 @@ def main() -> int:
     found: Counter[str] = Counter()
     began = time.perf_counter()
     for seed in range(first, first + count):
-        rng = random.Random(seed)
-        try:
-            found += trial(rng.randint, FAULTS[seed % len(FAULTS)])
-            if rng.random() < ORDERS_PER_INSTANCE:
-                found += order_trial(rng)
-        except AssertionError as error:
-            raise AssertionError(f"seed {seed}: {error}") from error
+        found += seeded(seed, partial(instance, faults=FAULTS[seed % len(FAULTS)]))
     print(f"{count:,} transitions in {time.perf_counter() - began:.1f} s, no rule broken")
     for name, number in sorted(found.items()):
         print(f"{number:>10,}  {name}")

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from nereus.fleet import CPU_SLOT, Fleet, Node, uniform
 from nereus.transitions.change import Change, EmuChange, Flow, Mode, Residency
 from nereus.transitions.durations import Durations
-from nereus.transitions.graph import MOVES, Operation, TransitionGraph
+from nereus.transitions.graph import MOVES, Operation, TransitionGraph, lane_id
 from nereus.transitions.order import Lane, host_lane
 
 Bytes = frozenset[int]
@@ -151,7 +151,7 @@ def joined(*parts: Places) -> Places:
 
 @dataclass
 class World:
-    """What a graph's operations do to bytes: `state` by EMU and lane, `extra` by (EMU, lane, note) bytes elsewhere.
+    """What a graph's operations do to bytes, by EMU and lane; `parked` by EMU, where they wait and whence they came.
 
     An operation changes something when it ends; room is taken when an allocate ends. It asserts that nothing is read
     that is not there and that no lane ever holds more than its capacity.
@@ -162,7 +162,7 @@ class World:
     old: dict[tuple[str, Lane], set[int]] = field(default_factory=dict)
     new: dict[tuple[str, Lane], set[int]] = field(default_factory=lambda: defaultdict(set))
     snapshot: dict[tuple[str, Lane], set[int]] = field(default_factory=lambda: defaultdict(set))
-    parked: dict[tuple[str, Lane], set[int]] = field(default_factory=lambda: defaultdict(set))
+    parked: dict[tuple[str, Lane, Lane], set[int]] = field(default_factory=lambda: defaultdict(set))
     level: dict[Lane, int] = field(default_factory=dict)
     lost: set[Lane] = field(default_factory=set)
 
@@ -208,7 +208,7 @@ class World:
             self.level[op.lanes[0]] = self.level.get(op.lanes[0], 0) + op.delta_bytes
             assert 0 <= self.level[op.lanes[0]] <= self.scene.change.capacity_bytes[op.lanes[0]], op.id
         if op.kind == "copy":
-            held = self.old[op.key] if op.via is None else self.parked[emu, op.via]
+            held = self.old[op.key] if op.via is None else self.parked[emu, op.via, op.lanes[0]]
             assert self.copied(*op.key) <= held, op.id
             assert len(self.copied(*op.key)) == op.size_bytes
             self.new[op.key] |= self.copied(*op.key)
@@ -218,12 +218,12 @@ class World:
             self.snapshot[emu, op.lanes[1]] |= self.old[op.key]
         elif op.note == "parked" and op.kind == "stage_out":
             assert self.own(op) <= self.old[op.key], op.id
-            self.parked[emu, op.lanes[1]] |= self.own(op)
+            self.parked[emu, op.lanes[1], op.lanes[0]] |= self.own(op)
         elif op.kind in MOVES:
             source, destination = op.lanes
             numbers = self.flow_bytes(emu, source, destination, op.hop, op.start, op.size_bytes)
             held = self.old.get((emu, source), set()) if op.hop == 0 else self.new[emu, source]
-            assert numbers <= held | (self.parked[emu, op.via] if op.via is not None else set()), op.id
+            assert numbers <= held | (self.parked[emu, op.via, source] if op.via is not None else set()), op.id
             assert not numbers & self.new[emu, destination], op.id
             self.new[emu, destination] |= numbers
         elif op.kind == "verify":
@@ -243,28 +243,25 @@ class World:
                 for o in map(self.graph.operations.__getitem__, self.graph.by_kind["stage_out"])
                 if o.note == "parked" and o.emu == op.emu and o.lanes[1] == op.lanes[0] and o.start == op.start
             ]
-            names = {out.id: f"parked {_name(out.lanes[0])}" + _for(out) for out in outs}
+            names = {out.id: f"parked {lane_id(out.lanes[0])}" + _for(out) for out in outs}
             (out,) = [o for o in outs if names[o.id] == op.note]
-            self.parked[op.key] -= self.own(out)
+            self.parked[(*op.key, out.lanes[0])] -= self.own(out)
 
     def lose(self, lanes: tuple[Lane, ...]) -> None:
         """The memory of the lanes is gone."""
         self.lost |= set(lanes)
         for held in (self.old, self.new, self.snapshot, self.parked):
-            for key in [key for key in held if key[1] in self.lost]:
-                held[key] = set()
+            for key, numbers in held.items():
+                if key[1] in self.lost:
+                    numbers.clear()
 
     def anywhere(self, emu: str, *kinds: str) -> set[int]:
         """Bytes of an EMU that some lane holds, by kind of holder."""
-        return {n for kind in kinds for (e, _), numbers in getattr(self, kind).items() if e == emu for n in numbers}
-
-
-def _name(lane: Lane) -> str:
-    return str(lane) if lane >= 0 else f"host{-1 - lane}"
+        return {n for kind in kinds for key, numbers in getattr(self, kind).items() if key[0] == emu for n in numbers}
 
 
 def _for(out: Operation) -> str:
-    return "" if out.peer is None else f" for {_name(out.peer)}"
+    return "" if out.peer is None else f" for {lane_id(out.peer)}"
 
 
 def two_nodes(slots: int) -> Fleet:

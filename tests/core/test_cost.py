@@ -157,6 +157,22 @@ def test_a_step_is_the_sum_of_its_phases(
     assert set(phases) == {"generate", "infer", "train", "sync", "framework"}
 
 
+@given(layout=layouts(), batch=batches(), weight=st.sampled_from((1.0, 2.0)), chunks=st.sampled_from((1, 2)))
+@settings(max_examples=50)
+def test_a_step_trains_and_infers_as_its_batch_says(
+    layout: Layout, batch: BatchWork, weight: float, chunks: int
+) -> None:
+    """256 samples of 700 tokens: two mini-batches of 128 are trained, 11 samples fill 8,192 tokens."""
+    batch = replace(batch, weight_bytes=weight, gradient_bytes=2.0, chunk_count=chunks)
+    work = StepWork(samples=256, prompt_tokens=200, lengths=equal_lengths(500), mini_batches=2, forward_count=3)
+    phases = step_phases(LLAMA_8B, layout, batch, Generator(tp=2), 4, work, H100)
+    whole = replace(batch, sequences=256, tokens=700, micro_batch=11)
+    forward = forward_terms(LLAMA_8B, layout, whole, H100)
+    trained = train_terms(LLAMA_8B, layout, replace(whole, sequences=128), H100)
+    assert phases["infer"] == {name: 3 * seconds for name, seconds in forward.items()}
+    assert phases["train"] == {name: 2 * seconds for name, seconds in trained.items()}
+
+
 def test_the_bubble_of_equal_stages_is_1f1bs() -> None:
     """(p - 1) / v micro-batches of the whole stage (Narayanan et al. 2021)."""
     shape = replace(dense(32, 4096, 32, 8, 14336, 64), tied=False)  # a head too small to count

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import random
 import time
-from collections import deque
+from collections import Counter, deque
 
 import pytest
 from hypothesis import given, settings
@@ -22,7 +23,9 @@ from nereus.transitions.execution import (
     Settled,
     Start,
 )
+from nereus.transitions.holders import InvalidGraph
 from nereus.transitions.order import host_lane
+from tests.core.bench_transition import seeded
 from tests.core.graph_scenes import HOST, NAMED
 from tests.core.settling import Trial, trial
 from tests.core.test_timeline import large_scene
@@ -39,6 +42,18 @@ def test_named_scenes_end_committed(name: str) -> None:
     settled = Trial(NAMED[name](), lambda low, _: low, faults=0).run()
     assert (settled.result, settled.version, settled.lost) == ("committed", "new", ())
     assert set(settled.sources.values()) == {"new"}
+
+
+@pytest.mark.parametrize(
+    "broken", [AssertionError("a rule"), InvalidGraph("a rule"), InvalidEvent("a rule"), KeyError("x")]
+)
+def test_a_rule_that_breaks_names_its_seed(broken: Exception) -> None:
+    def run(rng: random.Random) -> Counter[str]:
+        raise broken
+
+    with pytest.raises(AssertionError, match=f"seed 7: {type(broken).__name__}: "):
+        seeded(7, run)
+    assert seeded(7, lambda rng: Counter({"drawn": rng.randint(0, 99)})) == {"drawn": random.Random(7).randint(0, 99)}
 
 
 def test_a_large_transition_is_driven_in_time() -> None:

@@ -15,7 +15,6 @@ from nereus.costs.footprint import (
     generate_peak,
     in_flight,
     infer_peak,
-    staging_bytes,
     state_components,
     train_peak,
     with_resident,
@@ -131,7 +130,3 @@ def test_ppo_of_8b_on_eight_h100_fits() -> None:
     assert fits(actor, h100)
     assert fits(generate, h100)
     assert binding_peak((actor, generate, infer)) is actor
-
-
-def test_staging_is_a_bucket_and_a_layer() -> None:
-    assert staging_bytes(4 << 20, 1000) == (4 << 20) + 1024

@@ -12,12 +12,12 @@ from hypothesis import given, settings
 
 from nereus.transitions.assemble import assemble
 from nereus.transitions.graph import TransitionGraph, from_data
-from nereus.transitions.order import Infeasible
+from nereus.transitions.order import Infeasible, host_lane
 from nereus.transitions.price import least_seconds, price
 from nereus.transitions.proof import check, topological
 from nereus.transitions.timeline import Timeline, timeline
-from tests.core.changes import Scene, World, scenes
-from tests.core.graph_scenes import NAMED
+from tests.core.changes import Places, Scene, World, scene, scenes, two_nodes
+from tests.core.graph_scenes import HOST, NAMED
 
 
 def attempt(case: Scene) -> TransitionGraph | None:
@@ -86,6 +86,25 @@ def test_graphs_are_proven_and_carry_out_the_change(case: Scene) -> None:
     assert again == graph
     assert again.ids == graph.ids
     assert assemble(case.change, case.durations) == graph
+
+
+def test_two_lanes_park_the_same_byte_on_one_host() -> None:
+    """Both lay byte 0 out anew by way of host 1: what slot 0 drops there is not slot 2's."""
+    before: Places = {0: frozenset({0, 1}), 1: frozenset({0}), 2: frozenset({0}), HOST: frozenset({1})}
+    after: Places = {0: frozenset({1}), 1: frozenset({0, 1}), 2: frozenset({0}), HOST: frozenset({0})}
+    case = scene(
+        {"actor.train": (before, after)},
+        two_nodes(3),
+        {0: 2, 1: 2, 2: 1, HOST: 1, host_lane(1): 3},
+        modes={"actor.train": "checkpoint"},
+        relay=False,
+        copied={("actor.train", 0): 1, ("actor.train", 2): 1},
+    )
+    graph = assemble(case.change, case.durations)
+    check(graph)
+    parked = [graph.operations[i].lanes for i in graph.by_kind["stage_out"] if graph.operations[i].note == "parked"]
+    assert {(0, host_lane(1)), (2, host_lane(1))} <= set(parked)
+    carry_out(case, graph)
 
 
 @settings(max_examples=80, deadline=None)

@@ -189,11 +189,24 @@ def scene_change(**parts: object):
         ({"flows": (Flow(emu="actor.train", source=0, destination=9, size_bytes=1),)}, "two different lanes"),
         ({"flows": (Flow(emu="actor.train", source=0, destination=1, size_bytes=0),)}, "size_bytes > 0"),
         ({"flows": (Flow(emu="actor.train", source=0, destination=1, size_bytes=99),)}, "at most 32 bytes"),
+        ({"least_chunk_bytes": 0}, "least_chunk_bytes = 0: .*1 to chunk_bytes = 1,048,576"),
+        ({"least_chunk_bytes": 2, "chunk_bytes": 1}, "1 to chunk_bytes = 1"),
+        ({"chunk_bytes": 0}, "1 to chunk_bytes = 0"),
     ],
 )
 def test_wrong_changes_are_refused_by_name(parts: dict[str, object], complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
         scene_change(**parts).validate()
+
+
+def test_a_snapshot_needs_the_host_of_each_of_its_slots() -> None:
+    case = NAMED["pp_change"]()
+    hosts = {slot: host for slot, host in case.change.host_of.items() if slot != 2}
+    change = replace(case.change, host_of=hosts)
+    with pytest.raises(ConfigError, match=r"actor\.train on slot 2.*the lane of the slot's host memory"):
+        assemble(change, case.durations)
+    beside = replace(NAMED["tp_change"]().change, host_of={})
+    assert check(assemble(beside, case.durations)).durability
 
 
 def small(case: Scene, **capacity: int) -> Scene:

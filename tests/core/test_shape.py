@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 
-from nereus.costs.shape import shape_of
+from nereus.costs.shape import Shape, dense, shape_of
 from nereus.model import model_spec
 from nereus.report.accuracy.models import MODELS, shape_named
 from tests.strategies import general_configs
@@ -38,6 +40,24 @@ ACTIVE = {"qwen3-30b-a3b": 3.3, "qwen3-235b-a22b": 22.0, "deepseek-v3": 37.0}
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_parameters_are_the_published_ones(name: str) -> None:
     assert MODELS[name].parameters_count / 1e9 == pytest.approx(PUBLISHED[name], rel=0.012)
+
+
+def test_models_that_are_shipped_have_their_shipped_sizes() -> None:
+    qwen = Shape(
+        layers=94,
+        hidden=4096,
+        heads=64,
+        kv_heads=4,
+        head_dim=128,
+        ffn=12288,
+        vocab=151936,
+        expert_count=128,
+        active_expert_count=8,
+        expert_ffn=1536,
+    )
+    assert MODELS["qwen3-235b-a22b"] == qwen
+    assert MODELS["llama3-70b"] == dense(80, 8192, 64, 8, 28672, 128256)
+    assert MODELS["qwen2-1.5b"] == replace(dense(28, 1536, 12, 2, 8960, 151936), tied=True)
 
 
 @pytest.mark.parametrize("name", ACTIVE)

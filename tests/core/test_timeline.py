@@ -166,6 +166,23 @@ def test_the_error_bar_adds_within_a_kind_and_squares_between_kinds() -> None:
     assert price(graph, durations, schedule).deviation_seconds == pytest.approx(expected)
 
 
+def test_what_is_outside_of_steps_is_priced_apart() -> None:
+    """Groups are the first thing that happens here: outside, they cost the job nothing and hold no port."""
+    case = NAMED["tp_change"]()
+    graph = assemble(case.change, case.durations)
+    before = price(graph, case.durations)
+    (groups,) = graph.by_kind["build_groups"]
+    outside = replace(graph.operations[groups], place="outside")
+    graph = replace(graph, operations=(*graph.operations[:groups], outside, *graph.operations[groups + 1 :]))
+    check(graph)
+    assert case.durations.holds(outside) == []
+    found = price(graph, case.durations)
+    assert found.outside_seconds == pytest.approx(outside.seconds) == pytest.approx(1.0)
+    assert found.seconds == pytest.approx(found.pause_seconds + found.interleaved_seconds)
+    assert found.seconds == pytest.approx(before.seconds - 1.0)
+    assert before.outside_seconds == 0
+
+
 def test_more_bandwidth_never_costs_more() -> None:
     case = NAMED["swap_of_two_models_between_full_slots"]()
     big = replace(case, fleet=replace(case.fleet))

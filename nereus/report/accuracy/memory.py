@@ -21,6 +21,7 @@ from nereus.report.accuracy.points import (
     Record,
     Unusable,
     device_of,
+    layout_of,
     number,
     refuse_remembered,
     shape_of_row,
@@ -62,11 +63,7 @@ HEADS = {"6144": "64", "12288": "96", "20480": "128", "25600": "160"}
 def _layout(record: Record, shape: Shape) -> Layout:
     tp, pp, cp = whole(record, "tp", 1), whole(record, "pp", 1), whole(record, "cp", 1)
     dp, ep = whole(record, "dp"), whole(record, "ep", 1)
-    if shape.layers < pp:
-        raise Unusable("more pipeline ranks than layers")
-    base, more = divmod(shape.layers, pp)
-    pipeline = tuple(base + (rank >= pp - more) for rank in range(pp))
-    return Layout(tp=tp, pp=pp, dp=dp, cp=cp, ep=ep, etp=1 if shape.expert_count else None, pipeline=pipeline)
+    return layout_of(shape, tp=tp, pp=pp, cp=cp, dp=dp, ep=ep)
 
 
 def _batch(record: Record, layout: Layout, tokens: int) -> BatchWork:

@@ -1,13 +1,16 @@
-"""Sizes of the models that point tables name, from their public configurations (Hugging Face, papers)."""
+"""Sizes of the models that point tables name: of shipped models as shipped, of others from their public configurations."""
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
+from importlib.resources import files
 
-from nereus.costs.shape import Shape, dense, gpt
+from nereus.catalogue import model_config
+from nereus.costs.shape import Shape, dense, gpt, shape_of
 
-LLAMA_2, LLAMA_3, QWEN, NEMOTRON = 32000, 128256, 151936, 256000
+LLAMA_2, NEMOTRON = 32000, 256000
 
 _MPT = {
     "mpt-1b": (24, 2048, 16),
@@ -60,23 +63,28 @@ def _experts(base: Shape, count: int, active: int, width: int) -> Shape:
 
 _PLAIN = replace(dense(32, 6144, 48, 8, 24576, NEMOTRON), gated=False)
 
-MODELS: dict[str, Shape] = {
+_SHIPPED = {
+    "llama3-1b": "llama-3.2-1b",
+    "llama3-8b": "llama-3.1-8b",
+    "llama3-70b": "llama-3.1-70b",
+    "llama3-405b": "llama-3.1-405b",
+    "qwen2-1.5b": "qwen2.5-1.5b",
+    "qwen2-7b": "qwen2.5-7b",
+    **{name: name for name in ("qwen3-0.6b", "qwen3-4b", "qwen3-8b", "qwen3-32b", "qwen3-30b-a3b", "qwen3-235b-a22b")},
+}
+"""Name here -> name in nereus/models; Llama 3 and 3.1, and Qwen 2 and 2.5, have the same sizes."""
+
+
+def _shipped(name: str) -> Shape:
+    text = (files("nereus") / "models" / f"{name}.json").read_text(encoding="utf-8")
+    return shape_of(model_config(json.loads(text)))
+
+
+MODELS: dict[str, Shape] = {name: _shipped(shipped) for name, shipped in _SHIPPED.items()} | {
     "llama-7b": dense(32, 4096, 32, 32, 11008, LLAMA_2),
     "llama-13b": dense(40, 5120, 40, 40, 13824, LLAMA_2),
     "llama-34b": dense(48, 8192, 64, 8, 22016, LLAMA_2),
     "llama-70b": dense(80, 8192, 64, 8, 28672, LLAMA_2),
-    "llama3-1b": replace(dense(16, 2048, 32, 8, 8192, LLAMA_3), tied=True),
-    "llama3-8b": dense(32, 4096, 32, 8, 14336, LLAMA_3),
-    "llama3-70b": dense(80, 8192, 64, 8, 28672, LLAMA_3),
-    "llama3-405b": dense(126, 16384, 128, 8, 53248, LLAMA_3),
-    "qwen2-1.5b": replace(dense(28, 1536, 12, 2, 8960, QWEN), tied=True),
-    "qwen2-7b": dense(28, 3584, 28, 4, 18944, 152064),
-    "qwen3-0.6b": replace(dense(28, 1024, 16, 8, 3072, QWEN, head_dim=128), tied=True),
-    "qwen3-4b": replace(dense(36, 2560, 32, 8, 9728, QWEN, head_dim=128), tied=True),
-    "qwen3-8b": dense(36, 4096, 32, 8, 12288, QWEN),
-    "qwen3-32b": dense(64, 5120, 64, 8, 25600, QWEN, head_dim=128),
-    "qwen3-30b-a3b": _experts(dense(48, 2048, 32, 4, 6144, QWEN, head_dim=128), 128, 8, 768),
-    "qwen3-235b-a22b": _experts(dense(94, 4096, 64, 4, 12288, QWEN, head_dim=128), 128, 8, 1536),
     "gpt-oss-120b": _experts(dense(36, 2880, 64, 8, 2880, 201088, head_dim=64), 128, 4, 2880),
     "deepseek-v2": _DEEPSEEK_V2,
     "deepseek-v3": _DEEPSEEK_V3,

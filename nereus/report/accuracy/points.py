@@ -9,7 +9,7 @@ from __future__ import annotations
 import csv
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from math import isfinite
+from math import isfinite, nan
 from pathlib import Path
 from typing import Literal
 
@@ -17,6 +17,7 @@ from nereus.costs.rates import Rates, rates_of, slower
 from nereus.costs.shape import Shape, gpt
 from nereus.errors import ConfigError
 from nereus.fleet import DEVICES, Device
+from nereus.layout import Layout
 from nereus.report.accuracy.models import shape_named
 
 Record = Mapping[str, str]
@@ -24,6 +25,7 @@ Quantity = float
 """Seconds; of kind "memory" bytes."""
 Kind = Literal["train", "decode", "tpot", "prefill", "rl", "memory"]
 
+NO_PREDICTION = "its numbers admit no prediction"
 DEVICE_NAMES = {
     "a100-80gb-sxm": "a100",
     "a100-80gb": "a100",
@@ -85,15 +87,25 @@ class Unusable(Exception):
 
 
 def read_table(folder: Path, name: str) -> list[Record]:
-    """The rows of FOLDER/name, [] where the folder has no such table. Raises ConfigError when it cannot be read."""
+    """The rows of FOLDER/name, [] where the folder has no such table; what a short row lacks is blank.
+
+    Raises ConfigError when it cannot be read, and for a row with more cells than the table has columns.
+    """
     path = folder / name
     if not path.exists():
         return []
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
-            return [{key: (value or "").strip() for key, value in row.items()} for row in csv.DictReader(file)]
+            reader = csv.DictReader(file)
+            return [_record(row, f"{path}, line {reader.line_num}") for row in reader]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ConfigError("--points", str(path), f"expected a readable CSV table: {error}") from error
+
+
+def _record(row: dict[str | None, str | None], place: str) -> Record:
+    if None in row:
+        raise ConfigError("--points", place, "expected no more cells than columns (a comma that is not quoted?)")
+    return {key: (value or "").strip() for key, value in row.items() if key is not None}
 
 
 def parsed(kind: Kind, records: list[Record], parse: Callable[[Record], Point]) -> tuple[list[Point], list[Skipped]]:
@@ -108,6 +120,9 @@ def parsed(kind: Kind, records: list[Record], parse: Callable[[Record], Point]) 
             _refuse_nonsense(point)
         except Unusable as rule:
             skipped.append(Skipped(kind=kind, source=source, rule=str(rule)))
+            continue
+        except (ArithmeticError, ValueError):
+            skipped.append(Skipped(kind=kind, source=source, rule=NO_PREDICTION))
             continue
         except KeyError as error:
             skipped.append(Skipped(kind=kind, source=source, rule=f"the table has no column {error.args[0]}"))
@@ -126,17 +141,28 @@ def _refuse_nonsense(point: Point) -> None:
         raise Unusable("what was measured is not above 0")
     if not all(isfinite(value) for value in point.terms.values()):
         raise Unusable("the model does not fit by the memory model")
+    share = sum(point.terms.values()) / point.measured
+    if not (share > 0 and isfinite(share)):
+        raise Unusable(NO_PREDICTION)
 
 
 def number(record: Record, key: str, default: float | None = None) -> float:
-    """The number in a column. Raises Unusable when it is blank or no number and there is no default."""
+    """The number in a column; nan and inf are none.
+
+    Raises Unusable below 0, and when the column is blank or holds no number and there is no default.
+    """
     text = record.get(key, "").replace(",", "")
     try:
-        return float(text)
+        value = float(text)
     except ValueError:
-        if default is None:
-            raise Unusable(f"no number in column {key}") from None
-        return default
+        value = nan
+    if value < 0 and isfinite(value):
+        raise Unusable(f"column {key} is below 0")
+    if isfinite(value):
+        return value
+    if default is None:
+        raise Unusable(f"no number in column {key}")
+    return default
 
 
 def whole(record: Record, key: str, default: int | None = None) -> int:
@@ -174,10 +200,22 @@ def shape_of_row(record: Record, position_rows: int = 0) -> Shape:
 
 def _from_columns(record: Record) -> Shape | None:
     columns = [record.get(name, "") for name in ("hidden", "layers", "heads")]
-    if not (record["model"].upper().startswith("GPT-") and all(text.isdigit() for text in columns)):
+    if not (record["model"].upper().startswith("GPT-") and all(text.isdecimal() for text in columns)):
         return None
     hidden, layers, heads = (int(text) for text in columns)
     return gpt(layers, hidden, heads, 51200, position_rows=whole(record, "seq", 2048))
+
+
+def layout_of(shape: Shape, *, tp: int, pp: int, cp: int, dp: int, ep: int) -> Layout:
+    """The layout of a row, experts not cut by TP; the last pipeline ranks take the layers that are over.
+
+    Raises Unusable when a pipeline rank has no layer.
+    """
+    if shape.layers < pp:
+        raise Unusable("more pipeline ranks than layers")
+    base, more = divmod(shape.layers, pp)
+    pipeline = tuple(base + (rank >= pp - more) for rank in range(pp))
+    return Layout(tp=tp, pp=pp, dp=dp, cp=cp, ep=ep, etp=1 if shape.expert_count else None, pipeline=pipeline)
 
 
 def refuse_remembered(record: Record) -> None:

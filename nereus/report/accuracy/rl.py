@@ -20,7 +20,7 @@ from nereus.costs.shape import Shape
 from nereus.costs.step import StepWork, step_phases, summed
 from nereus.costs.training import BatchWork, Sharding
 from nereus.layout import Layout
-from nereus.report.accuracy.points import Point, Record, Unusable, device_of, number, shape_of_row, whole
+from nereus.report.accuracy.points import Point, Record, Unusable, device_of, layout_of, number, shape_of_row, whole
 
 ASYNCHRONOUS = re.compile(r"\boff\b|\basync|\bstream|separate", re.IGNORECASE)
 NEMO_TRAIN_SAMPLES = 512
@@ -93,6 +93,8 @@ def _lengths(row: Record, prompt: float, mean: float) -> Lengths:
 def _point(row: Record, prompt: float, mean: float) -> Point:
     if "DAPO" in row["algo"].upper():
         raise Unusable("DAPO's dynamic sampling generates an unknown multiple of the batch")
+    if not mean > 0:
+        raise Unusable("the mean response length is not above 0")
     device, shape = device_of(row), shape_of_row(row)
     slots, samples = whole(row, "n_gpus"), whole(row, "samples")
     rates = rates_of(device)
@@ -138,6 +140,4 @@ def _layout(row: Record, shape: Shape, slots: int, *, fsdp: bool) -> Layout:
     dp = slots // (tp * pp * cp)
     if dp < 1 or dp * tp * pp * cp != slots:
         raise Unusable("tp x pp x cp x dp is not the number of GPUs")
-    base, more = divmod(shape.layers, pp)
-    pipeline = tuple(base + (rank >= pp - more) for rank in range(pp))
-    return Layout(tp=tp, pp=pp, dp=dp, cp=cp, ep=ep, etp=1 if shape.expert_count else None, pipeline=pipeline)
+    return layout_of(shape, tp=tp, pp=pp, cp=cp, dp=dp, ep=ep)

@@ -18,6 +18,7 @@ from nereus.report.accuracy.points import (
     Record,
     Unusable,
     device_of,
+    layout_of,
     number,
     rates_of_row,
     refuse_remembered,
@@ -67,12 +68,7 @@ def _layout(record: Record, shape: Shape) -> Layout:
     dp, ep = whole(record, "dp"), whole(record, "ep", 1)
     if tp * pp * cp * dp != whole(record, "n_gpus"):
         raise Unusable("tp x pp x cp x dp is not the number of GPUs")
-    if shape.layers < pp:
-        raise Unusable("more pipeline ranks than layers")
-    base, more = divmod(shape.layers, pp)
-    pipeline = tuple(base + (rank >= pp - more) for rank in range(pp))
-    etp = 1 if shape.expert_count else None
-    return Layout(tp=tp, pp=pp, dp=dp, cp=cp, ep=ep, etp=etp, pipeline=pipeline)
+    return layout_of(shape, tp=tp, pp=pp, cp=cp, dp=dp, ep=ep)
 
 
 def _batch(record: Record, layout: Layout, tokens: int) -> BatchWork:
