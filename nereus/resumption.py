@@ -48,7 +48,7 @@ def _stage_section(stage: StagePlan) -> dict[str, object]:
         "distributed_optimizer": layout.distributed_optimizer if stage.stage != "train" else True,
     }
     for field in fields(StageConfig):
-        value = getattr(stage, field.name, None) if hasattr(stage, field.name) else getattr(layout, field.name)
+        value = getattr(stage if hasattr(stage, field.name) else layout, field.name)
         if field.name in DEGREES or value != unsaid.get(field.name, getattr(defaults, field.name)):
             section[field.name] = list(value) if isinstance(value, tuple) else value  # pyright: ignore[reportUnknownArgumentType]
     return section
@@ -79,7 +79,7 @@ def agreeing(section: Section, stated: StageConfig, slot_count: int) -> dict[str
     slots: Sequence[int] = section.get("slots") or ()
     ranks = stated.tp * stated.cp * stated.pp * stated.dp
     gone: set[str] = set()
-    if len(slots) != ranks or max(slots) >= slot_count:
+    if len(slots) != ranks or max(slots, default=-1) >= slot_count:  # a degree of 0 is judged elsewhere
         gone.add("slots")
     if len(section.get("shares") or ()) != stated.dp:
         gone.add("shares")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from nereus.checkpoint import Manifest, folder_name
 from nereus.errors import ConfigError
+from nereus.runtime.journal import RunFolder
 
 FORMATS = ("hf", "torch_dist", "dcp", "nemo2")
 EMUS = {"actor": "actor.train", "reference": "reference.infer"}
@@ -26,16 +27,17 @@ def add_export(parser: ArgumentParser) -> None:
 def export(arguments: Namespace) -> int:
     """Carries the command out: 0. Raises NereusError; every file of the checkpoint is verified first."""
     from nereus.interchange import export as writers  # seconds
-    from nereus.interchange.foreign import beside_of, config_of_manifest
+    from nereus.interchange.foreign import beside_of
     from nereus.interchange.native import NereusModel
     from nereus.interchange.placing import new_folder
+    from nereus.interchange.start import model_of
     from nereus.model import model_spec
 
     checkpoint, manifest = _checkpoint(Path(arguments.source), arguments.step)
-    spec = model_spec(arguments.of, config_of_manifest(checkpoint))
-    state = NereusModel(checkpoint, spec, EMUS[arguments.of])
+    spec = model_spec(arguments.of, model_of(manifest))
+    state = NereusModel(checkpoint, spec, EMUS[arguments.of], manifest)
     beside = beside_of(checkpoint)
-    with new_folder(Path(arguments.to), force=arguments.force) as draft:
+    with new_folder(Path(arguments.to), source=checkpoint, force=arguments.force) as draft:
         if arguments.format == "hf":
             writers.export_hf(draft, state, spec, beside=beside)
         elif arguments.format == "dcp":
@@ -58,7 +60,7 @@ def _checkpoint(source: Path, step: int | None) -> tuple[Path, Manifest]:
         if step is not None:
             raise ConfigError("--step", step, f"expected none: {source} is one checkpoint")
         return source, verified(source)
-    folder = source / "checkpoints"
+    folder = RunFolder(path=source).checkpoints
     steps = saved_steps(folder)
     if not steps:
         raise ConfigError("RUN|CHECKPOINT", str(source), "expected a run with checkpoints, or a checkpoint")

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
 from nereus.config import ModelConfig
+from nereus.interchange.source import UnreadableFolder
 from nereus.rl.folder_tokenizer import tokenizer_of
 from nereus.rl.tokenizer import EOS_ID, PAD_ID, ByteTokenizer
 
@@ -25,12 +25,22 @@ COMPANIONS = (
 
 
 def carry(beside: Path | None, folder: Path, names: tuple[str, ...] = COMPANIONS) -> tuple[str, ...]:
-    """Copies the companions that are in `beside` into `folder`; their names."""
+    """Copies the companions that are in `beside` into `folder`, which may be the same; their names.
+
+    UnreadableFolder names one that cannot be read, OSError comes from writing.
+    """
     if beside is None:
         return ()
     found = tuple(name for name in names if (beside / name).is_file())
     for name in found:
-        shutil.copyfile(beside / name, folder / name)
+        source, target = beside / name, folder / name
+        if target.exists() and source.samefile(target):
+            continue
+        try:
+            content = source.read_bytes()
+        except OSError as error:
+            raise UnreadableFolder(f"{source}: cannot be read: {error.strerror}") from error
+        target.write_bytes(content)
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import isfinite, nan, prod
 from pathlib import Path
 
 from torch import Tensor
@@ -51,7 +52,11 @@ class DcpModel:
         for key in keys:
             if key is None:
                 raise UnreadableFolder(f"{self.path}: moments without a step: expected {self._optimizer}NAME.step")
-            steps.add(int(self.folder.read(key, whole(self.folder.tensors()[key].shape)).item()))
+            shape = self.folder.tensors()[key].shape
+            step = self.folder.read(key, whole(shape)).item() if prod(shape) == 1 else nan
+            if not isfinite(step):
+                raise UnreadableFolder(f"{self.path}: {key} of shape {shape}, expected a whole number")
+            steps.add(int(step))
         return max(steps)
 
     def has(self, component: str, tensor: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,10 +12,12 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from nereus.boxes import Box
+from nereus.errors import NereusError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,7 +63,27 @@ class _Planner(dcp.DefaultSavePlanner):
 
 
 def write_dcp(folder: Path, tensors: Iterable[Written]) -> None:
-    """A DCP folder of these tensors, one chunk in memory at a time. Raises OSError where it cannot be written."""
+    """A DCP folder of these tensors, one chunk in memory at a time.
+
+    Raises OSError where it cannot be written, and what a tensor's `read` raises where that is a NereusError.
+    """
     logging.getLogger("torch.distributed.checkpoint").setLevel(logging.ERROR)
     writer = dcp.FileSystemWriter(folder, single_file_per_rank=True, thread_count=1)
-    dcp.save({}, storage_writer=writer, planner=_Planner(tensors), no_dist=True)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as no_dist asks for
+            dcp.save({}, storage_writer=writer, planner=_Planner(tensors), no_dist=True)
+    except CheckpointException as error:  # no Exception, and around whatever happened
+        cause, _ = next(iter(error.failures.values()))
+        raise (cause if isinstance(cause, OSError | NereusError | KeyboardInterrupt) else os_error(cause)) from error
+
+
+def os_error(cause: BaseException) -> OSError:
+    """The OSError behind what torch raises on a full disk, a RuntimeError of many lines; else its first line as one."""
+    behind: BaseException | None = cause
+    while behind is not None:
+        if isinstance(behind, OSError):
+            return behind
+        behind = behind.__cause__ or behind.__context__
+    said = str(cause).strip() or repr(cause)
+    return OSError(said.splitlines()[0])

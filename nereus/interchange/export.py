@@ -15,7 +15,7 @@ from nereus.boxes import Box, whole
 from nereus.catalogue import hf_config
 from nereus.checkpoint import chunks
 from nereus.interchange.companions import carry, said_beside
-from nereus.interchange.dcp_writer import Written, write_dcp
+from nereus.interchange.dcp_writer import Written, os_error, write_dcp
 from nereus.interchange.huggingface import READ_BYTES, SHARD_BYTES, Entry, write_weights
 from nereus.interchange.megatron import COMMON, CONFIG
 from nereus.interchange.megatron_config import values_of
@@ -32,10 +32,11 @@ def export_hf(
 
     `beside` is a folder with a config.json and the tokenizer's files, whose other keys and files are carried along.
     """
-    (folder / "config.json").write_text(json.dumps(_config(spec, beside), indent=1), encoding="utf-8")
+    config = _config(spec, beside)
+    (folder / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
     carry(beside, folder)
     if not (folder / "generation_config.json").exists():
-        ids = {k: v for k, v in _config(spec, beside).items() if k in ("bos_token_id", "eos_token_id", "pad_token_id")}
+        ids = {k: v for k, v in config.items() if k in ("bos_token_id", "eos_token_id", "pad_token_id")}
         (folder / "generation_config.json").write_text(json.dumps(ids, indent=1), encoding="utf-8")
     entries = [Entry(name=t.name, shape=t.shape, dtype=t.dtype) for t in spec.tensors]
 
@@ -108,10 +109,19 @@ def export_torch_dist(
             "optimizer": {"param_groups": [{"step": state.optimizer_steps}]},
             "param_state_sharding_type": "fully_reshardable",
         }
-    torch.save(common, folder / COMMON)
+    _save(common, folder / COMMON)
     config = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
     config |= {"common_backend": "torch", "common_backend_version": 1}
     (folder / CONFIG).write_text(json.dumps(config), encoding="utf-8")
+
+
+def _save(value: object, path: Path) -> None:
+    """torch.save, which on a full disk raises OSError."""
+    with path.open("wb") as file:
+        try:
+            torch.save(value, file)
+        except RuntimeError as error:
+            raise os_error(error) from error
 
 
 def megatron_tensors(names: Names, state: ModelState, component: str) -> Iterator[Written]:

@@ -18,14 +18,14 @@ from nereus.interchange.huggingface import INDEX, SINGLE, HfModel
 from nereus.interchange.megatron import MegatronFolder, common_of, is_torch_dist
 from nereus.interchange.megatron_config import config_of
 from nereus.interchange.megatron_names import EMBEDDING_KEY, style_of
-from nereus.interchange.native import NereusModel, is_checkpoint, manifest_in
+from nereus.interchange.native import ACTOR, NereusModel, is_checkpoint
 from nereus.interchange.source import ModelState, UnreadableFolder
 from nereus.interchange.start import model_of
 from nereus.interchange.unpickle import Record
 from nereus.model import DTYPE_BYTES, ModelSpec, model_spec
+from nereus.runtime.checkpoints import verified
 
 Format = Literal["nereus", "hf", "torch_dist", "dcp", "nemo2"]
-FORMATS: tuple[Format, ...] = ("nereus", "hf", "torch_dist", "dcp", "nemo2")
 TRACKER = "latest_checkpointed_iteration.txt"
 
 
@@ -64,12 +64,15 @@ def format_of(path: Path) -> Format:
 def open_folder(path: Path, model: ModelConfig | None = None, said: Format | None = None) -> Foreign:
     """The folder, checked against the model that it describes, or against `model` where it describes none.
 
-    Raises UnreadableFolder and RefusedPickle, which name the file, tensor or class; only headers are read.
+    Raises UnreadableFolder and RefusedPickle, which name the file, tensor or class; only headers are read. A checkpoint
+    of Nereus is read in whole: CheckpointError names a file that is not what was written.
     """
     kind = said or format_of(path)
     if kind == "nereus":
-        spec = model_spec("actor", config_of_manifest(path))
-        return Foreign(format=kind, spec=spec, state=NereusModel(path, spec), beside=beside_of(path))
+        manifest = verified(path)
+        spec = model_spec("actor", model_of(manifest))
+        state = NereusModel(path, spec, ACTOR, manifest)
+        return Foreign(format=kind, spec=spec, state=state, beside=beside_of(path))
     if kind == "hf":
         spec = model_spec("actor", config_of_hf(path))
         return Foreign(format=kind, spec=spec, state=HfModel(path, spec), beside=path)
@@ -124,11 +127,6 @@ def hf_values(path: Path) -> dict[str, object]:
     return values
 
 
-def config_of_manifest(path: Path) -> ModelConfig:
-    """The model of a checkpoint of Nereus."""
-    return model_of(manifest_in(path))
-
-
 def beside_of(path: Path) -> Path | None:
     """Where a checkpoint's tokenizer lies: in its folder (an import), or in the run's folder for models."""
     for place in (path, path.parent.parent / "model"):
@@ -139,7 +137,7 @@ def beside_of(path: Path) -> Path | None:
 
 def _megatron_config(weights: Path, context: Path | None, tokenizer: Path | None) -> ModelConfig:
     found = DcpFolder(weights).tensors()
-    embedding = found[style_of(found).prefix + EMBEDDING_KEY]
+    embedding = found[style_of(found, str(weights)).prefix + EMBEDDING_KEY]
     dtype = embedding.dtype if embedding.dtype in DTYPE_BYTES else "float32"
     if context is not None:
         place, values = context / "model.yaml", _nemo_values(context / "model.yaml")
@@ -158,7 +156,7 @@ def _nemo_values(file: Path) -> Mapping[str, Any]:
         said = yaml.safe_load(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise UnreadableFolder(f"{file}: {error.strerror}; give --model where NeMo wrote none") from error
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # also bytes that are no text, dates that are none
         raise UnreadableFolder(f"{file}: refused: expected plain YAML: {error}") from error
     config = said.get("config") if isinstance(said, dict) else None
     if not isinstance(config, dict):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path, PurePath
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -33,6 +33,7 @@ CODES = {
 CODE_OF = {dtype: code for code, dtype in CODES.items()}
 SHARD_BYTES = 4_000_000_000
 READ_BYTES = 64 << 20
+T = TypeVar("T")
 
 
 class WeightsFolder:
@@ -137,7 +138,7 @@ def _extra(found: Mapping[str, Found], spec: ModelSpec) -> Iterator[str]:
     for name in found:
         known = name in spec.by_name or (name == LM_HEAD and spec.tied) or name.endswith("rotary_emb.inv_freq")
         if not known:
-            yield f"{name} is not a tensor of the model that config.json describes"
+            yield f"{name} is not a tensor of this model"
 
 
 # -- writing -----------------------------------------------------------------------------------------------------
@@ -177,22 +178,22 @@ def write_file(path: Path, entries: Sequence[Entry], read: Read) -> None:
                 file.write(bytes_of(read(entry, box).to(getattr(torch, entry.dtype))).data)
 
 
-def split(entries: Iterable[Entry], limit_bytes: int = SHARD_BYTES) -> list[list[Entry]]:
-    """The tensors in order, in groups of at most `limit_bytes` (one tensor at least)."""
-    groups: list[list[Entry]] = [[]]
+def split(entries: Iterable[T], size_bytes: Callable[[T], int], limit_bytes: int = SHARD_BYTES) -> list[list[T]]:
+    """What goes into files, in order, in groups of at most `limit_bytes` (one entry at least)."""
+    groups: list[list[T]] = [[]]
     held_bytes = 0
     for entry in entries:
-        if groups[-1] and held_bytes + entry.size_bytes > limit_bytes:
+        if groups[-1] and held_bytes + size_bytes(entry) > limit_bytes:
             groups.append([])
             held_bytes = 0
         groups[-1].append(entry)
-        held_bytes += entry.size_bytes
+        held_bytes += size_bytes(entry)
     return groups
 
 
 def write_weights(folder: Path, entries: Sequence[Entry], read: Read, limit_bytes: int = SHARD_BYTES) -> None:
     """model.safetensors, or numbered shards of at most `limit_bytes` and their index."""
-    groups = split(entries, limit_bytes)
+    groups = split(entries, lambda entry: entry.size_bytes, limit_bytes)
     if len(groups) == 1:
         write_file(folder / SINGLE, groups[0], read)
         return

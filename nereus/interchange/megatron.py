@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
+from math import isfinite, prod
 from pathlib import Path
 from typing import Any, cast
 
@@ -46,7 +47,7 @@ class MegatronFolder:
         self.path, self.spec = path, spec
         self.folder = DcpFolder(path)
         found = self.folder.tensors()
-        self.names = Names(spec, style_of(found))
+        self.names = Names(spec, style_of(found, str(path)))
         wrong = list(self.names.missing(found))
         if wrong:
             raise UnreadableFolder(f"{path}: does not hold {spec.name}: {'; '.join(wrong[:4])}{_more(wrong)}")
@@ -121,9 +122,9 @@ def optimizer_steps(path: Path, common: Any) -> int:
 
 
 def _whole(path: Path, step: Any) -> int:
-    if isinstance(step, SavedTensor):
-        return int(Archive(path / COMMON).read(step, Box((0,) * len(step.shape), step.shape)).item())
-    if not isinstance(step, int | float):
+    if isinstance(step, SavedTensor) and prod(step.shape) == 1:
+        step = Archive(path / COMMON).read(step, Box((0,) * len(step.shape), step.shape)).item()
+    if not isinstance(step, int | float) or not isfinite(step):
         raise UnreadableFolder(f"{path / COMMON}: optimizer step {step!r}, expected a whole number")
     return int(step)
 

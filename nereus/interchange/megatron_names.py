@@ -206,13 +206,13 @@ def state_keys(keys: Iterable[str]) -> dict[tuple[Component, str], str]:
     return found
 
 
-def style_of(keys: Iterable[str]) -> KeyStyle:
-    """How a checkpoint spells its keys. UnreadableFolder when it is none of a Megatron language model."""
+def style_of(keys: Iterable[str], place: str) -> KeyStyle:
+    """How the checkpoint in the folder `place` spells its keys. UnreadableFolder for none of a Megatron language model."""
     known = list(keys)
     ends = [k for k in known if k.endswith(EMBEDDING_KEY) and "optimizer." not in k]
     if not ends:
         shown = ", ".join(sorted(known)[:3]) or "nothing"
-        raise UnreadableFolder(f"no key ends in {EMBEDDING_KEY}: expected a Megatron GPT model, found {shown}")
+        raise UnreadableFolder(f"{place}: no key ends in {EMBEDDING_KEY}: expected a Megatron GPT model, found {shown}")
     prefix = min(ends, key=len).removesuffix(EMBEDDING_KEY)
     mine = [k for k in known if k.startswith(prefix)]
     return KeyStyle(

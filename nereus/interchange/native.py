@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +18,17 @@ from nereus.checkpoint import (
     Manifest,
     StoredBox,
     chunks,
-    manifest_of,
     manifest_text,
     model_section,
 )
-from nereus.interchange.huggingface import READ_BYTES, SHARD_BYTES
+from nereus.interchange.huggingface import READ_BYTES, split
 from nereus.interchange.source import ModelState, UnreadableFolder, kept, kept_components
 from nereus.model import ModelSpec
 from nereus.model import Tensor as ModelTensor
 from nereus.runtime.digest import box_digest
-from nereus.runtime.shards import Bytes, bytes_of, write_file
+from nereus.runtime.shards import MANIFEST, Bytes, bytes_of, manifest_in, write_file
 from nereus.storage import state_dtype
 
-MANIFEST = "manifest.json"
 ACTOR = "actor.train"
 
 
@@ -39,21 +37,15 @@ def is_checkpoint(path: Path) -> bool:
     return (path / MANIFEST).is_file()
 
 
-def manifest_in(path: Path) -> Manifest:
-    """The manifest in a checkpoint's folder. CheckpointError when it is damaged, UnreadableFolder without one."""
-    try:
-        text = (path / MANIFEST).read_text(encoding="utf-8")
-    except OSError as error:
-        raise UnreadableFolder(f"{path / MANIFEST}: {error.strerror}; expected a checkpoint of Nereus") from error
-    return manifest_of(text)
-
-
 class NereusModel:
-    """The state of one EMU in a checkpoint. UnreadableFolder when it is not the state of `spec`."""
+    """The state of one EMU in a checkpoint, whose manifest is read where it is not given.
 
-    def __init__(self, path: Path, spec: ModelSpec, emu: str = ACTOR) -> None:
+    UnreadableFolder when it is not the state of `spec`, CheckpointError when the manifest is damaged.
+    """
+
+    def __init__(self, path: Path, spec: ModelSpec, emu: str = ACTOR, manifest: Manifest | None = None) -> None:
         self.path, self.emu = path, emu
-        self.manifest = manifest_in(path)
+        self.manifest = manifest or manifest_in(path)
         self._places = self.manifest.places()
         present = {component for of_emu, component, _ in self._places if of_emu == emu}
         if "weight" not in present:
@@ -75,13 +67,14 @@ class NereusModel:
         """Whether the checkpoint holds that component of a tensor."""
         return (self.emu, component, tensor) in self._places
 
-    def _slice(self, file: str, key: str) -> Any:
+    def _part(self, file: str, key: str, box: Box, start: tuple[int, ...]) -> Tensor:
+        """The elements of `box` of what `file` holds under `key`, which begins at `start`."""
         path = self.path / file
         try:
             if file not in self._open:
                 self._open[file] = safe_open(path, framework="pt")
-            return self._open[file].get_slice(key)
-        except (OSError, SafetensorError) as error:
+            return self._open[file].get_slice(key)[box.slices(start)]
+        except (OSError, SafetensorError, IndexError, RuntimeError) as error:
             raise UnreadableFolder(f"{path}: cannot be read as its manifest says: {error}") from error
 
     def read(self, component: str, tensor: str, box: Box) -> Tensor:
@@ -93,7 +86,7 @@ class NereusModel:
                 continue
             if target is None:
                 target = torch.empty(box.shape, dtype=getattr(torch, stored.dtype))
-            data = self._slice(file, stored.key)[part.slices(stored.box.start)]
+            data = self._part(file, stored.key, part, stored.box.start)
             target[part.slices(box.start)] = data
         if target is None:  # boxes of a manifest cover their tensor
             raise UnreadableFolder(f"{self.path}: has no {component} of {tensor}")
@@ -103,28 +96,20 @@ class NereusModel:
 # -- writing -----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Origin:
-    """What the manifest of a made checkpoint says beside its bytes."""
-
-    run_id: str
-    seed: int = 0
-
-
-def write_checkpoint(folder: Path, state: ModelState, spec: ModelSpec, origin: Origin) -> Manifest:
+def write_checkpoint(folder: Path, state: ModelState, spec: ModelSpec, run_id: str) -> Manifest:
     """Fills an empty folder with a checkpoint of step 0 of `state` as the actor, READ_BYTES in memory at a time."""
     entries = [(tensor, component) for tensor in spec.tensors for component in kept_components(state, tensor)]
     files: list[CheckpointFile] = []
-    for number, group in enumerate(_groups(entries)):
+    for number, group in enumerate(split(entries, lambda entry: _stored(*entry).size_bytes)):
         files.append(_write(folder / f"slot-{number:03d}.safetensors", state, group))
     manifest = Manifest(
-        run_id=origin.run_id,
+        run_id=run_id,
         step=0,
         state_version=0,
         model=model_section(spec.config),
         plan={},
         plan_text="",
-        seed=origin.seed,
+        seed=0,
         data_position=0,
         kl_coef=0.0,
         optimizer_steps={ACTOR: state.optimizer_steps},
@@ -137,20 +122,6 @@ def write_checkpoint(folder: Path, state: ModelState, spec: ModelSpec, origin: O
 def _stored(tensor: ModelTensor, component: str) -> StoredBox:
     dtype = state_dtype(component, tensor.dtype)
     return StoredBox(emu=ACTOR, component=component, tensor=tensor.name, box=whole(tensor.shape), dtype=dtype)
-
-
-def _groups(entries: list[tuple[ModelTensor, str]]) -> Iterator[list[tuple[ModelTensor, str]]]:
-    """The entries in order, in files of at most SHARD_BYTES."""
-    group: list[tuple[ModelTensor, str]] = []
-    held_bytes = 0
-    for tensor, component in entries:
-        size_bytes = _stored(tensor, component).size_bytes
-        if group and held_bytes + size_bytes > SHARD_BYTES:
-            yield group
-            group, held_bytes = [], 0
-        group.append((tensor, component))
-        held_bytes += size_bytes
-    yield group
 
 
 def _write(path: Path, state: ModelState, group: list[tuple[ModelTensor, str]]) -> CheckpointFile:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -25,18 +24,6 @@ class Found:
 
     shape: tuple[int, ...]
     dtype: str
-
-
-class Source(Protocol):
-    """A folder's tensors by the names that the folder gives them."""
-
-    def tensors(self) -> Mapping[str, Found]:
-        """Every tensor of the folder; only headers are read."""
-        ...
-
-    def read(self, name: str, box: Box) -> Tensor:
-        """The elements of `box` of a tensor, in the type they have in the folder."""
-        ...
 
 
 class ModelState(Protocol):

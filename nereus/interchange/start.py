@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import fields, replace
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -82,23 +83,39 @@ def from_folder(config: Config, stated: Mapping[str, Any]) -> Config:
     return replace(config, model=model, warmup=replace(config.warmup, steps=steps))
 
 
-def opened(model: ModelConfig, name: str = "actor") -> ModelState:
+def opened(model: ModelConfig) -> ModelState:
     """The state in a model's folder, checked tensor by tensor against its headers. UnreadableFolder names the first."""
     from nereus.interchange.huggingface import HfModel
     from nereus.interchange.native import NereusModel, is_checkpoint
 
-    path, spec = Path(model.folder), model_spec(name, model)
+    path, spec = Path(model.folder), model_spec("actor", model)
     return NereusModel(path, spec) if is_checkpoint(path) else HfModel(path, spec)
 
 
 def check_folder(model: ModelConfig) -> None:
-    """Nothing when model.folder is "" or holds the model; only headers are read. ConfigError names what does not fit."""
+    """Nothing when model.folder is "" or holds the model. ConfigError names what does not fit.
+
+    Of foreign folders only headers are read; every byte of a checkpoint of Nereus is, once, and again when it changed.
+    """
     if not model.folder:
         return
+    from nereus.interchange.native import is_checkpoint
+
+    path = Path(model.folder)
     try:
+        if is_checkpoint(path):
+            _verify(path, tuple(sorted((file.name, file.stat().st_mtime_ns) for file in path.iterdir())))
         opened(model)
-    except NereusError as error:
+    except (NereusError, OSError) as error:
         raise ConfigError(KEY, model.folder, f"cannot start a run: {error}") from error
+
+
+@cache
+def _verify(path: Path, _written: tuple[tuple[str, int], ...]) -> None:
+    """CheckpointError unless the checkpoint is whole; `_written` are its files with when they were written."""
+    from nereus.runtime.checkpoints import verified  # Ray: only in the process that drives a run
+
+    verified(path)
 
 
 def first_steps(model: ModelConfig) -> int:

@@ -21,7 +21,6 @@ from nereus.checkpoint import (
     Manifest,
     Part,
     folder_name,
-    manifest_of,
     manifest_text,
     model_section,
     parts_to_write,
@@ -33,10 +32,10 @@ from nereus.layout import Plan
 from nereus.resumption import plan_section
 from nereus.runtime.job import Job, short
 from nereus.runtime.journal import Journal
-from nereus.runtime.shards import SaveStarted, SaveState
+from nereus.runtime.shards import MANIFEST, SaveStarted, SaveState, manifest_in
 from nereus.storage import Shard, holding
 
-MANIFEST, LATEST = "manifest.json", "latest"
+LATEST = "latest"
 DRAFT, REPLACED, REMOVED = ".draft", ".replaced", ".removed"
 READ_BYTES = 8 << 20
 READ_THREADS = 8
@@ -65,18 +64,18 @@ def commit(draft: Path, manifest: Manifest) -> Path:
     """Makes a draft with its files the checkpoint of the manifest's step, durable, and names it in `latest`. OSError."""
     folder = draft.parent
     _write_durably(draft / MANIFEST, manifest_text(manifest))
-    _sync(draft)
+    sync(draft)
     made = folder / folder_name(manifest.step)
     aside = folder / f".{made.name}{REPLACED}"
     if made.exists():  # a damaged one, whose steps were done again
         made.rename(aside)
     draft.rename(made)
-    _sync(folder)
+    sync(folder)
     pointer = folder / f".{LATEST}"
     pointer.unlink(missing_ok=True)
     _write_durably(pointer, made.name + "\n")
     pointer.replace(folder / LATEST)
-    _sync(folder)
+    sync(folder)
     shutil.rmtree(aside, ignore_errors=True)
     return made
 
@@ -108,8 +107,9 @@ def _write_durably(path: Path, text: str) -> None:
         os.fsync(file.fileno())
 
 
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+def sync(path: Path) -> None:
+    """Puts a file, or the names in a folder, on the disk. OSError."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
@@ -124,27 +124,11 @@ def verified(path: Path) -> Manifest:
 
     CheckpointError names the file that is missing, torn, truncated or changed.
     """
-    manifest = manifest_at(path)
+    manifest = manifest_in(path)
     with ThreadPoolExecutor(READ_THREADS) as pool:  # hashing and reading leave the interpreter lock
         for problem in pool.map(lambda file: _problem(path / file.name, file), manifest.files):
             if problem:
                 raise CheckpointError(problem)
-    return manifest
-
-
-def manifest_at(path: Path) -> Manifest:
-    """The manifest in the folder `path`, itself verified. CheckpointError where it is missing, torn or changed."""
-    name = path / MANIFEST
-    try:
-        manifest = manifest_of(name.read_bytes().decode())
-    except OSError as error:
-        raise CheckpointError(f"{name}: cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise CheckpointError(f"{name}: its bytes differ from what was written ({error})") from error
-    except CheckpointError as error:
-        raise CheckpointError(f"{name}: {error}") from error
-    if path.name != folder_name(manifest.step) and step_of(path.name) is not None:
-        raise CheckpointError(f"{name}: it is of step {manifest.step}")
     return manifest
 
 

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from nereus.catalogue import hf_config
 from nereus.config import Config
-from nereus.errors import NereusError
+from nereus.errors import JournalError, NereusError
 from nereus.events import (
     ChangePlan,
     Command,
@@ -283,8 +283,15 @@ def other_states(job: Job, names: Sequence[str] = ("reference_infer", "critic_tr
 
 
 def export_model(config: Config, folder: Path) -> None:
-    """Writes what vLLM reads: a Hugging Face config.json (the weights come by sync), and the tokenizer."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Writes what vLLM reads: a Hugging Face config.json (the weights come by sync), and the tokenizer.
+
+    JournalError where `folder` cannot be written.
+    """
     made = hf_config(config.model)
-    (folder / "config.json").write_text(json.dumps(made | settings_beside(config.model, made), indent=1))
-    carry_tokenizer(config.model.folder, folder)
+    settings = made | settings_beside(config.model, made)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(settings, indent=1))
+        carry_tokenizer(config.model.folder, folder)
+    except OSError as error:
+        raise JournalError(f"{folder}: cannot be written: {error.strerror or error}") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -53,17 +54,19 @@ def run_job(
     stop: Stop,
     rollouts: Path | None,
     resumption: Resumption | None = None,
+    on_claimed: Callable[[], None] = lambda: None,
 ) -> None:
     """Trains to the end or to the first safe point after a stop. Raises NereusError; no process outlives it.
 
     InfeasiblePlan and other ConfigErrors come before anything is written or started. With `resumption` the run in
-    `folder` goes on from that checkpoint.
+    `folder` goes on from that checkpoint. `on_claimed` is called once no other process can write the run any more.
     """
     check_job(config, rollouts, resumption.manifest.step + 1 if resumption else 1)
     with ExitStack() as ending:
         journal = Journal(folder.events)
         ending.callback(journal.close)
         journal.claim()
+        on_claimed()
         journal_start(journal, config, rollouts, resumption)
         try:
             metrics = open_metrics(config, folder, display.note)

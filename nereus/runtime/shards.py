@@ -24,12 +24,24 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from nereus.checkpoint import DIGEST_MASK, VERSION, Part, Read, StoredBox, chunks
+from nereus.checkpoint import (
+    DIGEST_MASK,
+    VERSION,
+    Manifest,
+    Part,
+    Read,
+    StoredBox,
+    chunks,
+    folder_name,
+    manifest_of,
+    step_of,
+)
 from nereus.errors import CheckpointError
 from nereus.model import DTYPE_BYTES
 from nereus.runtime.digest import box_digest
 from nereus.storage import Shard
 
+MANIFEST = "manifest.json"
 DTYPE_NAMES = {"float32": "F32", "bfloat16": "BF16"}
 ALIGN_BYTES = 8  # of the header, so that data is aligned when the file is mapped
 Bytes = NDArray[np.uint8]
@@ -37,13 +49,12 @@ Bytes = NDArray[np.uint8]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SaveStarted:
-    """What a slot says when its part of a checkpoint has begun: the boxes with their digests, the copy's bytes.
+    """What a slot says when its part of a checkpoint has begun: the boxes with their digests.
 
     `reason` says why the slot wrote in the foreground, "" where it writes in the background.
     """
 
     boxes: tuple[StoredBox, ...]
-    snapshot_bytes: int
     reason: str = ""
 
 
@@ -56,6 +67,22 @@ class SaveState:
     sha256: str = ""
     seconds: float = 0.0
     error: str = ""
+
+
+def manifest_in(path: Path) -> Manifest:
+    """The manifest in a checkpoint's folder, itself verified. CheckpointError where it is missing, torn or changed."""
+    name = path / MANIFEST
+    try:
+        manifest = manifest_of(name.read_bytes().decode())
+    except OSError as error:
+        raise CheckpointError(f"{name}: cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{name}: its bytes differ from what was written ({error})") from error
+    except CheckpointError as error:
+        raise CheckpointError(f"{name}: {error}") from error
+    if path.name != folder_name(manifest.step) and step_of(path.name) is not None:
+        raise CheckpointError(f"{name}: it is of step {manifest.step}")
+    return manifest
 
 
 def header(boxes: Sequence[StoredBox]) -> bytes:

@@ -244,10 +244,10 @@ class Slot:
             except SlotOutOfMemory as error:
                 with self.ledger.during("staging", limit_bytes):
                     self._writing = written(Path(path), boxes, reader.data())
-                return SaveStarted(boxes=reader.boxes, snapshot_bytes=0, reason=str(error))
+                return SaveStarted(boxes=reader.boxes, reason=str(error))
             copied = list(reader.data())
         self._writing = Writing(Path(path), boxes, copied)
-        return SaveStarted(boxes=reader.boxes, snapshot_bytes=copy_bytes)
+        return SaveStarted(boxes=reader.boxes)
 
     def _full_shape(self, shard: Shard) -> tuple[int, ...]:
         return self.specs[shard.emu.split(".", maxsplit=1)[0]].tensor(shard.tensor).shape

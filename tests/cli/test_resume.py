@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 
 from nereus.boxes import whole
 from nereus.checkpoint import CheckpointFile, Manifest, StoredBox, model_section
@@ -15,6 +16,7 @@ from nereus.cli.folder import create_run_folder
 from nereus.cli.main import DONE, main
 from nereus.cli.resume import ResumedRun, resumed_run
 from nereus.config import ChangeConfig, Config, LoggerConfig, PlanChange, PlanConfig, RunConfig, StageConfig
+from nereus.errors import NereusError
 from nereus.layout import changed_plan, first_plan
 from nereus.resumption import plan_section
 from nereus.runtime.checkpoints import commit, new_draft
@@ -122,6 +124,8 @@ def test_what_is_refused_is_one_line(run: RunFolder, tmp_path: Path, capsys: pyt
         ([name, "run.seed=5"], 2, "run.seed = 5: expected 1"),
         ([name, "fleet.slots=1"], 2, "changes[0].plan.critic_train"),
         ([name, "plan.actor_train.tp=3"], 2, "plan.actor_train.tp = 3"),
+        ([name, "plan.actor_train.dp=0"], 2, "plan.actor_train.dp = 0"),
+        ([name, "plan.critic_train.tp=0"], 2, "plan.critic_train.tp = 0"),
         ([name, "plan.actor_train.tb=3"], 2, "plan.actor_train.tb = 3: is not a key"),
         ([name, "--rollouts", "nowhere"], 2, "--rollouts = 'nowhere'"),
     ]
@@ -158,6 +162,36 @@ def test_a_run_that_is_being_written(run: RunFolder, capsys: pytest.CaptureFixtu
     assert "a process is writing this run" in capsys.readouterr().err
     journal.close()
     assert found(run).resumption.manifest.step == 6
+
+
+def test_the_configuration_is_written_by_who_has_the_run(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of two resumptions at once only the one that holds the journal says under which configuration it goes on."""
+    from nereus.runtime import run as runtime
+
+    def no_slots(*_: object, **__: object) -> None:
+        raise NereusError("no slot starts here")
+
+    monkeypatch.setattr(runtime, "SlotPool", no_slots)
+    held: list[Journal] = []
+    check = runtime.check_job
+
+    def check_while_another_begins(*arguments: object) -> None:
+        check(*arguments)  # type: ignore[arg-type]
+        if not held:
+            held.append(Journal(run.events))
+            held[0].claim()
+
+    monkeypatch.setattr(runtime, "check_job", check_while_another_begins)
+    words = ["resume", str(run.path), "run.steps=9"]
+    assert main(words) == 1
+    assert "another process is writing this run" in capsys.readouterr().err
+    assert not run.resumed.exists()
+    held[0].close()
+    assert main(words) == 1
+    assert "no slot starts here" in capsys.readouterr().err
+    assert yaml.safe_load(run.resumed.read_text())["run"]["steps"] == 9
 
 
 def test_the_rollouts_of_the_run_are_used_again(run: RunFolder, tmp_path: Path) -> None:

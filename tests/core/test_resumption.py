@@ -100,6 +100,7 @@ def test_what_is_stated_over_a_saved_stage_takes_what_fits_with_it() -> None:
     assert agreeing(saved, S(tp=2, pp=2), 3) == {k: v for k, v in saved.items() if k != "slots"}
     assert agreeing(saved, S(tp=1, pp=1, dp=4), 4) == {k: v for k, v in saved.items() if k != "pipeline"}
     assert agreeing({"tp": 1, "dp": 2, "shares": [30, 2]}, S(dp=4), 4) == {"tp": 1, "dp": 2}
+    assert agreeing({"tp": 1, "dp": 2}, S(dp=0), 4) == {"tp": 1, "dp": 2}, "that 0 is no degree is judged elsewhere"
 
 
 def test_which_stages_overrides_state() -> None:

@@ -315,7 +315,7 @@ def _whole(tensors: dict[str, torch.Tensor]) -> None:
     [
         (_drop, r"model\.layers\.1\.mlp\.up_proj\.weight is missing \(expected \(48, 32\)\)"),
         (_cut, r"model\.norm\.weight has shape \(7,\), expected \(32,\)"),
-        (_add, r"model\.layers\.2\.mlp\.up_proj\.weight is not a tensor of the model"),
+        (_add, r"model\.layers\.2\.mlp\.up_proj\.weight is not a tensor of this model"),
         (_whole, r"lm_head\.weight has type int32, expected a floating-point type"),
     ],
 )

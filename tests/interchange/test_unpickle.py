@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._utils as torch_utils
 import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
@@ -218,6 +219,100 @@ def test_noise_is_refused(noise: bytes) -> None:
     """Bytes that are no pickle never raise anything else."""
     with contextlib.suppress(RefusedPickle):
         unpickle(noise, "noise")
+
+
+def rebuilt(*arguments: Any) -> Any:
+    """A tensor as a pickle describes it, with other arguments."""
+    return Calls(torch_utils._rebuild_tensor_v2, *arguments)
+
+
+class Stored:
+    """Pickles as the storage "0" of 4 float32."""
+
+
+def tensor_file(path: Path, *arguments: Any) -> Path:
+    """An archive as torch.save makes it, whose one tensor has these arguments after its storage."""
+    buffer = io.BytesIO()
+    pickler = pickle.Pickler(buffer, 2)
+    pickler.persistent_id = lambda value: ("storage", torch.FloatStorage, "0", "cpu", 4) if value is Stored else None  # type: ignore[method-assign]
+    pickler.dump(rebuilt(Stored, *arguments))
+    with zipfile.ZipFile(path, "w") as made:
+        made.writestr("x/data.pkl", buffer.getvalue())
+        made.writestr("x/data/0", torch.arange(4.0).numpy().tobytes())
+    return path
+
+
+def test_tensors_of_wrong_arguments_are_refused(tmp_path: Path) -> None:
+    honest = Archive(tensor_file(tmp_path / "t.pt", 1, (3,), (1,), False, OrderedDict()))
+    assert honest.read(honest.content, whole((3,))).tolist() == [1, 2, 3]
+    wrongs: list[tuple[Any, ...]] = [
+        (), ("a", (3,), (1,)), (float("inf"), (3,), (1,)), (0, 3, 1), (0, (3,), (1, 1)), (0, (-3,), (1,)), (0, ("3",), (1,)),
+    ]  # fmt: skip
+    for wrong in wrongs:
+        archive = Archive(tensor_file(tmp_path / "t.pt", *wrong))
+        with pytest.raises(RefusedPickle, match=r"t\.pt: refused: "):
+            archive.content  # noqa: B018  # reading it is what is tested
+    torch.save({"args": Calls(torch_utils._rebuild_parameter)}, tmp_path / "p.pt")
+    with pytest.raises(RefusedPickle, match=r"p\.pt: refused: a value in its pickle is damaged: IndexError"):
+        Archive(tmp_path / "p.pt").content  # noqa: B018
+
+
+def test_values_too_deep_are_refused(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "deep.pt", "w") as made:
+        made.writestr("x/data.pkl", b"(" * 5000 + b"t" * 5000 + b".")
+    with pytest.raises(RefusedPickle, match=r"deep\.pt: refused: a value in its pickle is damaged: RecursionError"):
+        Archive(tmp_path / "deep.pt").content  # noqa: B018
+
+
+def test_an_unreadable_archive_is_told_by_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.save(torch.zeros(4), tmp_path / "t.pt")
+    archive = Archive(tmp_path / "t.pt")
+    saved = archive.content
+    (tmp_path / "t.pt").unlink()
+    with pytest.raises(UnreadableFolder, match=r"t\.pt: cannot be read: No such file"):
+        Archive(tmp_path / "t.pt")
+    with pytest.raises(UnreadableFolder, match=r"t\.pt: cannot be read: No such file"):
+        archive.read(saved, whole((4,)))
+    (tmp_path / "t.pt").mkdir()
+    with pytest.raises(UnreadableFolder, match=r"t\.pt: cannot be read: Is a directory"):
+        Archive(tmp_path / "t.pt")
+
+
+@pytest.mark.parametrize("compression", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
+def test_flipped_bytes_of_an_archive_are_refused_or_harmless(tmp_path: Path, compression: int) -> None:
+    """Nothing but our own errors comes out, wherever a byte is changed or the file ends."""
+    path = tmp_path / "t.pt"
+    torch.save({"step": torch.tensor(3.0), "list": [1, "x"]}, tmp_path / "plain.pt")
+    with zipfile.ZipFile(tmp_path / "plain.pt") as plain, zipfile.ZipFile(path, "w", compression) as made:
+        for name in plain.namelist():
+            made.writestr(name, plain.read(name))
+    data = path.read_bytes()
+    for at in range(len(data)):
+        for changed in (
+            data[:at],
+            data[:at] + bytes([data[at] ^ 0xFF]) + data[at + 1 :],
+            data[:at] + b"\1" + data[at + 1 :],
+        ):
+            path.write_bytes(changed)
+            with contextlib.suppress(RefusedPickle, UnreadableFolder):
+                archive = Archive(path)
+                step = archive.content.get("step") if isinstance(archive.content, dict) else None
+                if isinstance(step, SavedTensor):
+                    archive.read(step, whole(step.shape))
+
+
+def test_steps_that_are_none(tmp_path: Path) -> None:
+    from nereus.interchange.megatron import optimizer_steps
+
+    def said(step: Any) -> Any:
+        torch.save({"optimizer": {"param_groups": [{"step": step}]}}, tmp_path / "common.pt")
+        return common_of(tmp_path)
+
+    assert optimizer_steps(tmp_path, said(torch.tensor(7.0))) == 7
+    assert optimizer_steps(tmp_path, said(7)) == 7
+    for wrong in (torch.zeros(2), torch.tensor(float("nan")), float("inf"), "7"):
+        with pytest.raises(UnreadableFolder, match=r"common\.pt: optimizer step .*expected a whole number"):
+            optimizer_steps(tmp_path, said(wrong))
 
 
 def test_flipped_bytes_are_told_by_file(tmp_path: Path) -> None:
