@@ -2,7 +2,7 @@ CONFIG ?= experiments/quickstart.yaml
 ARGS ?=
 EXPERIMENT ?= quickstart_pair
 
-.PHONY: run test experiments analysis slurm-test bench-checkpoints bench-planner bench-transition baselines-check check setup clean
+.PHONY: run test experiments analysis slurm-test bench-checkpoints bench-faults bench-planner bench-transition baselines-check check setup clean
 
 run: setup  ## train CONFIG (dotted overrides in ARGS)
 	@.venv/bin/nereus train $(CONFIG) $(ARGS)
@@ -22,6 +22,9 @@ slurm-test: setup  ## jobs on a real Slurm of two nodes on this host (root; inst
 
 bench-checkpoints: setup  ## runs that are killed in the middle of a save or stopped, then resumed: minutes
 	@NEREUS_BENCH_CHECKPOINTS=1 OMP_NUM_THREADS=1 .venv/bin/python -m pytest tests/live/test_checkpoint_endings.py -s $(ARGS)
+
+bench-faults: setup  ## slots that die or fail at each kind of operation of a change, in each mode: up to 20 minutes; ARGS: [cases]
+	@OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.faults $(ARGS)
 
 bench-planner: setup  ## seconds, memory and gaps of the transfer planner, beside Megatron-core's; ARGS: changes gaps peer
 	@OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.planner $(ARGS)

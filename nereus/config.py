@@ -116,11 +116,26 @@ class WarmupConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class FleetStepConfig:
+    """From step `step` on the fleet has `slots` slots: the last ones leave, or as many new ones are started."""
+
+    step: int
+    slots: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class FleetConfig:
-    """The slots: how many, and the memory budget of each above the process after its imports."""
+    """The slots: how many, and the memory budget of each above the process after its imports.
+
+    `host_bytes` of a node's memory may hold snapshots while a plan changes. `on_loss` says what a dead slot means:
+    shrink goes on with the slots that are left, stop ends the run. `schedule` removes and returns slots on purpose.
+    """
 
     slots: int = 4
     slot_budget_bytes: int = 1 << 30
+    host_bytes: int = 4 << 30
+    on_loss: str = "shrink"
+    schedule: tuple[FleetStepConfig, ...] = ()
     start_timeout_seconds: float = 300.0
     phase_timeout_seconds: float = 300.0
 
@@ -138,7 +153,8 @@ class StageConfig:
 
     `pipeline` gives decoder layers per pipeline rank (default: even). `distributed_optimizer` shards moments and
     masters over DP. `micro_batch` is in samples. `cp` cuts sequences, `ep` spreads experts over ranks and `etp` cuts
-    each expert (default: as `tp`); `order` is the order of ranks, fastest first.
+    each expert (default: as `tp`); `order` is the order of ranks, fastest first. `keep: nothing` has an inference stage
+    wait in host memory between its phases.
     """
 
     tp: int = 1
@@ -153,6 +169,7 @@ class StageConfig:
     shares: tuple[int, ...] | None = None
     micro_batch: int = 8
     distributed_optimizer: bool = True
+    keep: str = "all"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -195,11 +212,47 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ProbeConfig:
+    """The probe at the start: at most about `seconds` of timed work on the slots; 0 takes the catalogue's figures."""
+
+    seconds: float = 8.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class LoggerConfig:
     """W&B: `auto` is online when the user is logged in and offline otherwise; also `offline`, `online`, `off`."""
 
     wandb: str = "auto"
     project: str = "nereus"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlansConfig:
+    """Layouts that the controller may use, as shell patterns over "stage layout", such as "actor_train TP2*".
+
+    Of a stage that `allow` names one of its patterns has to match; no stage may match `deny`.
+    """
+
+    allow: tuple[str, ...] = ()
+    deny: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NereusConfig:
+    """Who changes the plan: `policy` is script (the changes above), nereus, fixed, dp-scaling or restart.
+
+    With `divisible` dp-scaling has only numbers of replicas that divide a batch, as usual frameworks do. `freeze` and
+    `max_transitions` bar changes that are not forced; with `dry_run` decisions are only written down. A search visits
+    at most `search_nodes` plans.
+    """
+
+    policy: str = "script"
+    divisible: bool = True
+    freeze: bool = False
+    max_transitions: int | None = None
+    plans: PlansConfig = field(default_factory=PlansConfig)
+    dry_run: bool = False
+    search_nodes: int = 100_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -217,4 +270,6 @@ class Config:
     plan: PlanConfig = field(default_factory=PlanConfig)
     changes: tuple[ChangeConfig, ...] = ()
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    probe: ProbeConfig = field(default_factory=ProbeConfig)
     logger: LoggerConfig = field(default_factory=LoggerConfig)
+    nereus: NereusConfig = field(default_factory=NereusConfig)

@@ -81,7 +81,17 @@ class CheckpointError(NereusError):
 
 
 class SlotFailed(NereusError):
-    """A slot process raised or died; the message carries the slot and its traceback."""
+    """A slot process raised or died; the message carries the slot and its traceback.
+
+    `lost` are the slots whose processes are known to be dead.
+    """
+
+    def __init__(self, message: str, lost: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.lost = lost
+
+    def __reduce__(self) -> tuple[type[SlotFailed], tuple[str, tuple[int, ...]]]:
+        return type(self), (str(self), self.lost)
 
 
 def near(name: str, known: Iterable[str]) -> str:

@@ -44,13 +44,40 @@ class TransitionFailed:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class SlotsLost:
+    """Slot processes died while `plan` was live; the job stands still until it is told to recover. Numbers are the old ones.
+
+    `whole` is False where a step was half done, so that the state is of no step.
+    """
+
+    at_seconds: float
+    lost_slots: tuple[int, ...]
+    slot_count: int
+    plan: Plan
+    reason: str
+    whole: bool = True
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recovered:
+    """The job is live under `plan` on `slots` slots; `next_step` is the next PPO step, a done one again after a loss."""
+
+    at_seconds: float
+    plan: Plan
+    slots: int
+    next_step: int
+    state_version: int = 0
+    pause_seconds: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class StopRequested:
     """The user asked the run to stop at its next safe point."""
 
     at_seconds: float
 
 
-Event = JobReady | StepFinished | TransitionDone | TransitionFailed | StopRequested
+Event = JobReady | StepFinished | TransitionDone | TransitionFailed | SlotsLost | Recovered | StopRequested
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,11 +89,19 @@ class RunStep:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChangePlan:
-    """Bring the job to `plan` before step `step`, as one transaction."""
+    """Bring the job to `plan` before step `step`, as one transaction; prepared during a step that is commanded with it."""
 
     step: int
     plan: Plan
     reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recover:
+    """Go on without the slots `lost_slots` under `plan`, whose slots have the numbers of `nereus.survivors.renumbering`."""
+
+    lost_slots: tuple[int, ...]
+    plan: Plan
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,4 +111,4 @@ class Finish:
     reason: str
 
 
-Command = RunStep | ChangePlan | Finish
+Command = RunStep | ChangePlan | Recover | Finish

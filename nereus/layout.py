@@ -120,7 +120,8 @@ class Layout:
 class StagePlan:
     """One model-stage's Layout, the slots of its ranks in order, and how a mini-batch's samples are shared.
 
-    `shares` are samples per DP replica of one mini-batch (train), of the batch (infer, generate).
+    `shares` are samples per DP replica of one mini-batch (train), of the batch (infer, generate). `keep` says what stays
+    on the slots between the stage's phases: all, or nothing (it waits in host memory).
     """
 
     model: str
@@ -129,6 +130,7 @@ class StagePlan:
     slots: tuple[int, ...]
     shares: tuple[int, ...]
     micro_batch: int
+    keep: str = "all"
 
     def rank_of(self, slot: int) -> int | None:
         """The rank that `slot` takes, None when it idles in this stage."""
@@ -296,6 +298,7 @@ def _stage_plan(config: Config, name: str, stage: StageConfig) -> StagePlan:
         slots=stage.slots or tuple(range(layout.ranks)),
         shares=stage.shares or equal_shares(samples, stage.dp),
         micro_batch=stage.micro_batch,
+        keep=stage.keep,
     )
 
 

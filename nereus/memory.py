@@ -119,13 +119,13 @@ def plan_peaks(config: Config, plan: Plan) -> tuple[SlotPeak, ...]:
             if rank is None:
                 continue
             if stage.stage == "generate":
-                held = sum(s.size_bytes for s in holding(specs[stage.model], stage)[slot])
-                base[f"{name}.weights"] = held * 2  # the engine packs a copy of some tensors
+                weights = sum(s.size_bytes for s in holding(specs[stage.model], stage)[slot])
+                base[f"{name}.weights"] = weights * 2  # the engine packs a copy of some tensors
                 base[f"{name}.kv_cache"] = config.rollout.kv_cache_bytes
                 continue
             spec = specs[stage.model]
-            for part, size in resident(spec, stage, rank).items():
-                base[f"{name}.{part}"] = size
+            held = phases.setdefault(f"forward_{stage.model}", {}) if stage.keep == "nothing" else base
+            held |= {f"{name}.{part}": size for part, size in resident(spec, stage, rank).items()}
             logits = logit_bytes(spec, stage, rank, width)
             phases.setdefault(f"forward_{stage.model}", {})["logits"] = logits
             if stage.stage == "train":

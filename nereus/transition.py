@@ -9,7 +9,7 @@ from nereus.config import Config, PlanChange, StageConfig
 from nereus.fleet import uniform
 from nereus.layout import Plan, StagePlan, changed_plan
 from nereus.model import EMBEDDING, FINAL_NORM, ModelSpec, models_of
-from nereus.slices import Holding, Movement, check, cut, join, layered, movement
+from nereus.slices import Holding, Movement, Slice, check, cut, join, layered, movement
 from nereus.storage import Shard, emu_name, holding
 from nereus.transfer.placement import StageMove, place
 
@@ -27,6 +27,7 @@ class Transition:
     restart_generation: bool
     present: Mapping[int, tuple[Shard, ...]]
     target: Mapping[int, tuple[Shard, ...]]
+    slices: tuple[Slice, ...]
     moved: Movement
 
     def extra_bytes(self, slot: int, bucket_bytes: int) -> int:
@@ -58,6 +59,7 @@ def build(specs: Mapping[str, ModelSpec], before: Plan, after: Plan, bucket_byte
     )
     present = _merged([holding(specs[getattr(before, n).model], getattr(before, n)) for n in changed])
     target = _merged([holding(specs[getattr(after, n).model], getattr(after, n)) for n in changed])
+    slices = cut(present, target)
     return Transition(
         before=before,
         after=after,
@@ -65,7 +67,8 @@ def build(specs: Mapping[str, ModelSpec], before: Plan, after: Plan, bucket_byte
         restart_generation=not same_cut(before.actor_generate, after.actor_generate),
         present=present,
         target=target,
-        moved=movement(cut(present, target), bucket_bytes),
+        slices=slices,
+        moved=movement(slices, bucket_bytes),
     )
 
 
@@ -97,9 +100,9 @@ def placed_change(config: Config, plan: Plan, change: PlanChange) -> Plan:
     return replace(after, **{name: replace(moves[name].after, slots=taken) for name, taken in found.slots.items()})
 
 
-def check_transition(transition: Transition, bucket_bytes: int) -> None:
-    """Proves a transition before it runs: TransferFailed with the first violation."""
-    check(transition.present, transition.target, transition.moved, bucket_bytes)
+def check_transition(transition: Transition, bucket_bytes: int, moved: Movement | None = None) -> None:
+    """Proves a transition's movement (or another one for it) before it runs: TransferFailed with the first violation."""
+    check(transition.present, transition.target, moved or transition.moved, bucket_bytes)
 
 
 def sync_order(spec: ModelSpec) -> dict[str, int]:

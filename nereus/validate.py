@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
+from fnmatch import fnmatchcase
 from operator import attrgetter
 
 from nereus.catalogue import architecture_of
@@ -29,6 +30,7 @@ LOSS_AGG_MODES = (  # those of nereus.rl.losses
     "seq-mean-token-sum-norm",
 )
 WANDB_MODES = ("auto", "offline", "online", "off")
+POLICIES = ("script", "nereus", "fixed", "dp-scaling", "restart")
 MAX_SLOTS = 64
 MAX_NAME_CHARACTERS = 100
 
@@ -55,9 +57,11 @@ LEAST: dict[str, int] = {
     "warmup.ramp_steps": 0,
     "fleet.slots": 1,
     "fleet.slot_budget_bytes": 1,
+    "fleet.host_bytes": 0,
     "checkpoint.every_steps": 0,
     "checkpoint.keep_count": 0,
     "transfer.bucket_bytes": 16,  # two halves of one 8-byte element
+    "nereus.search_nodes": 1,
 }
 ABOVE_ZERO = (
     "model.norm_eps",
@@ -87,6 +91,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "algorithm.adv_estimator": ADV_ESTIMATORS,
     "algorithm.loss_agg_mode": LOSS_AGG_MODES,
     "logger.wandb": WANDB_MODES,
+    "nereus.policy": POLICIES,
 }
 
 
@@ -102,6 +107,7 @@ def validate(config: Config) -> None:
     for name, stage in _stages(config.plan):
         _check_stage(config, f"plan.{name}", name, stage)
     _check_changes(config)
+    _check_nereus(config)
 
 
 def _samples_to_share(config: Config, name: str) -> int:
@@ -121,6 +127,9 @@ def _check_ranges(config: Config) -> None:
         _require(0 <= _number(config, key) <= 1, key, config, "a number from 0 to 1")
     for key in ZERO_TO_BELOW_ONE:
         _require(0 <= _number(config, key) < 1, key, config, "a number from 0 to below 1")
+    probe = "a number from 0 (no probe) to 10"
+    _require(0 <= _number(config, "probe.seconds") <= 10, "probe.seconds", config, probe)
+    _require(config.fleet.on_loss in ("shrink", "stop"), "fleet.on_loss", config, "shrink or stop")
     dual = _number(config, "algorithm.dual_clip_ratio")
     _require(dual == 0 or dual > 1, "algorithm.dual_clip_ratio", config, "a number above 1, or 0 for no dual clip")
     _require(config.fleet.slots <= MAX_SLOTS, "fleet.slots", config, f"at most {MAX_SLOTS}")
@@ -190,6 +199,8 @@ def _check_stage(config: Config, key: str, name: str, stage: StageConfig) -> Non
         value: int = attrgetter(degree)(stage)
         if value < 1:
             raise ConfigError(f"{key}.{degree}", value, "expected at least 1")
+    if stage.keep not in ("all", "nothing") or (stage.keep == "nothing" and name != "reference_infer"):
+        raise ConfigError(f"{key}.keep", stage.keep, "expected all, or for reference_infer nothing: others stay")
     _check_tensor_parallel(config.model, key, name, stage.tp)
     _check_pipeline(config.model, key, name, stage)
     _check_degrees(config.model, key, name, stage)
@@ -304,6 +315,45 @@ def _check_changes(config: Config) -> None:
         last = change.step
         for name, stage in stages:  # those left out were judged before and stay
             _check_stage(config, f"{key}.plan.{name}", name, stage)
+
+
+def _check_nereus(config: Config) -> None:
+    wanted = config.nereus
+    if wanted.policy != "script" and config.changes:
+        expected = f"expected none (changes=[]): with nereus.policy = {wanted.policy} the controller changes the plan"
+        raise ConfigError("changes", f"{len(config.changes)} scripted", expected)
+    if wanted.policy == "restart" and config.checkpoint.keep_count < 1:
+        expected = "expected at least 1: the policy restart resumes from a checkpoint"
+        raise ConfigError("checkpoint.keep_count", config.checkpoint.keep_count, expected)
+    _check_schedule(config)
+    most = wanted.max_transitions
+    if most is not None and most < 0:
+        raise ConfigError("nereus.max_transitions", most, "expected at least 0, or null for no limit")
+    for key, patterns in (("allow", wanted.plans.allow), ("deny", wanted.plans.deny)):
+        for index, pattern in enumerate(patterns):
+            stage, _, layout = pattern.partition(" ")
+            if not layout or not any(fnmatchcase(name, stage) for name in STAGES):
+                expected = (
+                    f"expected a stage ({', '.join(STAGES)}, or a pattern of them), a space and a pattern of layouts"
+                )
+                raise ConfigError(f"nereus.plans.{key}[{index}]", pattern, f"{expected}, such as 'actor_train TP2*'")
+
+
+def _check_schedule(config: Config) -> None:
+    last, fleet = 1, config.fleet
+    if fleet.schedule and config.nereus.policy in ("script", "fixed"):
+        expected = (
+            "expected nereus, dp-scaling or restart: a script and a fixed plan do not follow the fleet (fleet.schedule)"
+        )
+        raise ConfigError("nereus.policy", config.nereus.policy, expected)
+    for index, each in enumerate(fleet.schedule):
+        key = f"fleet.schedule[{index}]"
+        if not last < each.step <= config.run.steps:
+            expected = f"expected a step above {last}, at most run.steps = {config.run.steps}"
+            raise ConfigError(f"{key}.step", each.step, expected)
+        if not 1 <= each.slots <= fleet.slots:
+            raise ConfigError(f"{key}.slots", each.slots, f"expected from 1 to fleet.slots = {fleet.slots}")
+        last = each.step
 
 
 def _stages(plan: PlanConfig | PlanChange) -> Iterator[tuple[str, StageConfig]]:

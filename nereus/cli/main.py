@@ -19,12 +19,17 @@ from nereus.cli.accuracy import accuracy, add_accuracy
 from nereus.cli.compare import add_compare, compare
 from nereus.cli.doctor import examine, findings_text
 from nereus.cli.experiments import Trainer, add_experiment, experiment
+from nereus.cli.explain import add_explain, explain
 from nereus.cli.export import add_export, export
 from nereus.cli.folder import create_run_folder, discard_unused
 from nereus.cli.imports import add_import, import_folder
 from nereus.cli.load import QUICKSTART, load_config
+from nereus.cli.plan import add_plan, plan
+from nereus.cli.replay import add_replay, replay
 from nereus.cli.resume import add_resume, resumed_run
+from nereus.cli.simulate import add_simulate, simulate
 from nereus.cli.submit import add_submit, submit
+from nereus.cli.trace import add_trace, trace
 from nereus.cli.transition import add_transition, transition
 from nereus.config import Config
 from nereus.errors import ConfigError, NereusError
@@ -233,8 +238,13 @@ COMMANDS = {
     "export": Command(help="write a checkpoint's model for others", add=add_export, run=export),
     "import": Command(help="make a checkpoint of a foreign one", add=add_import, run=import_folder),
     "report": Command(help="print the summary of a run", add=_add_report, run=_report),
+    "explain": Command(help="say why a run's plan is what it is", add=add_explain, run=explain),
+    "replay": Command(help="make a run's decisions again and compare", add=add_replay, run=replay),
     "compare": Command(help="show runs side by side", add=add_compare, run=compare),
+    "plan": Command(help="find the best layouts for a job, or judge one", add=add_plan, run=plan),
     "accuracy": Command(help="show the cost model's errors on public tables", add=add_accuracy, run=accuracy),
+    "simulate": Command(help="run a job on a simulated fleet", add=add_simulate, run=simulate),
+    "trace": Command(help="make or show a trace of a fleet and of response lengths", add=add_trace, run=trace),
     "transition": Command(help="say what a change of layout would move", add=add_transition, run=transition),
     "doctor": Command(help="say what this machine has and what a run would miss", add=_add_doctor, run=_doctor),
 }

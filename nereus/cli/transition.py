@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import re
 import sys
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from io import TextIOWrapper
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nereus.cli.models import load_model
@@ -19,6 +23,7 @@ from nereus.model import Head, ModelSpec, model_spec
 if TYPE_CHECKING:
     from nereus.fleet import Fleet
     from nereus.report.transition import MovementReport
+    from nereus.report.transition_graph import ScheduledChange
 
 HEADS: dict[str, Head] = {"actor": "language", "critic": "value"}
 DEGREES = ("tp", "pp", "dp", "cp", "ep", "etp")
@@ -37,7 +42,16 @@ out: the first slots of the fleet; for --to any. Slots are numbered through the 
   nereus transition --model qwen3-30b-a3b --from tp=4,dp=2,ep=8,etp=1@0-7 --to tp=2,dp=4,ep=8,etp=1@8-15 \\
       --fleet 8xh100,8xa100 --slots
   nereus transition --model llama-3.1-8b --sync --from tp=4,pp=2,dp=2 --to tp=2,dp=8 --fleet 16xh100 --steps 1000
+  nereus transition --model llama-3.1-8b --from tp=8,dp=2 --to tp=2,pp=2,dp=4 --fleet 16xh100 --reserve-gb 20 \\
+      --graph graph.json --timeline timeline.perfetto.json
+
+With --mode, --graph, --timeline, --reserve-gb or --engine-seconds the change is ordered within the slots' memory, proven
+and priced: see the timeline at ui.perfetto.dev or chrome://tracing. A host is taken to have the memory of its slots.
 """
+GB = 1_000_000_000
+MOST = 1e6  # gigabytes, seconds
+SCHEDULED = ("mode", "graph", "timeline", "reserve_gb", "engine_seconds")
+FILES = {"graph": "the graph", "timeline": "the timeline, for ui.perfetto.dev or chrome://tracing"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,25 +86,94 @@ def add_transition(parser: ArgumentParser) -> None:
     )
     add("--generate", metavar="LAYOUT", help="a generation that stays and gets the actor's weights every step")
     add("--steps", type=int, default=100, metavar="N", help="horizon of the weight sync (default: 100)")
+    add(
+        "--mode",
+        choices=("beside", "snapshot"),
+        help="old state stays until the commit (default), or goes to the hosts",
+    )
+    add("--graph", metavar="FILE", help="write the operations, what they wait for and what each takes, as JSON")
+    add("--timeline", metavar="FILE", help="write when each operation runs, as a Perfetto trace (Chrome JSON)")
+    add("--reserve-gb", type=float, metavar="N", help="memory of a slot that a step's phases need (default: 0)")
+    add(
+        "--engine-seconds",
+        type=float,
+        metavar="N",
+        help="to build an engine (default: 5 in training, 45 in generation)",
+    )
     add("--slots", action="store_true", help="each slot too")
     add("--json", action="store_true", help="print JSON")
 
 
 def transition(arguments: Namespace) -> int:
     """Carries the command out: 0. Raises ConfigError."""
+    from nereus.report.schedule_text import schedule_json, schedule_text
     from nereus.report.transition_text import Model, as_json, render
 
     config = load_model(arguments.model)
     spec = model_spec("actor", config)
+    _check_schedule(arguments)
     report = report_of(arguments, config)
+    change = _scheduled(arguments, report)
     model = Model(name=arguments.model, parameters_count=spec.parameters, dtype=config.dtype)
     if arguments.json:
-        print(json.dumps(as_json(report, model, slots=arguments.slots), indent=1))
+        values = as_json(report, model, slots=arguments.slots)
+        print(json.dumps(values if change is None else values | {"schedule": schedule_json(change)}, indent=1))
         return 0
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # layouts are written with a middle dot
     print(render(report, model, slots=arguments.slots), end="")
+    if change is not None:
+        print("\n" + schedule_text(change, {name: getattr(arguments, key) for key, name in FILES.items()}), end="")
     return 0
+
+
+def _check_schedule(arguments: Namespace) -> None:
+    """ConfigError for options of the schedule that do not go together or cannot be."""
+    for name in SCHEDULED:
+        value, key = getattr(arguments, name), f"--{name.replace('_', '-')}"
+        if arguments.sync and value is not None:
+            raise ConfigError(key, value, "expected none with --sync: a sync has no graph")
+        if isinstance(value, float) and not 0 <= value < MOST:
+            raise ConfigError(key, value, f"expected a number from 0 to {MOST:,.0f}")
+    if arguments.graph is not None and arguments.graph == arguments.timeline:
+        raise ConfigError("--timeline", arguments.timeline, "expected another file than --graph's")
+
+
+def _scheduled(arguments: Namespace, report: MovementReport) -> ScheduledChange | None:
+    """The change ordered, proven and priced, and written where it is asked for."""
+    if all(getattr(arguments, name) is None for name in SCHEDULED):
+        return None
+    from nereus.report.perfetto import trace
+    from nereus.report.transition_graph import scheduled
+
+    if all((s.before.layout, s.before.slots) == (s.after.layout, s.after.slots) for s in report.stages):
+        raise ConfigError("--to", arguments.after, "expected another layout or other slots: nothing changes, no graph")
+    change = scheduled(
+        report,
+        mode=arguments.mode or "beside",
+        reserve_bytes=round((arguments.reserve_gb or 0.0) * GB),
+        engine_seconds=arguments.engine_seconds,
+    )
+    if arguments.graph is not None:
+        write_json("--graph", arguments.graph, change.graph.data())
+    if arguments.timeline is not None:
+        write_json("--timeline", arguments.timeline, trace(change.graph, change.schedule, change.durations))
+    return change
+
+
+def write_json(key: str, name: str, values: Mapping[str, object]) -> None:
+    """Writes a file that appears whole or not at all, in the place of what was there. Raises ConfigError."""
+    path = Path(name)
+    beside = path.with_name(f".{path.name}.{os.getpid()}") if path.name else path
+    if path.exists() and not path.is_file():
+        raise ConfigError(key, name, "expected a file to write, not a folder or a device")
+    try:
+        beside.write_text(json.dumps(values, separators=(",", ":")) + "\n", encoding="utf-8")
+        beside.replace(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            beside.unlink()
+        raise ConfigError(key, name, f"expected a file to write: {error.strerror}") from error
 
 
 def report_of(arguments: Namespace, config: ModelConfig) -> MovementReport:

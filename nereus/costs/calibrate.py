@@ -11,7 +11,8 @@ to the same side are no outliers: the covariance is opened to the prior's and th
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from math import exp, log
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +25,9 @@ SURPRISES_IN_A_ROW = 3
 LEAST_COEFFICIENT = 0.05
 """A coefficient never falls below this part of its prior: more work is never faster."""
 
+FACTOR_DEVIATION, FACTOR_NOISE, FACTOR_DRIFT = 1.5, 0.3, 0.1
+"""Of a Factor's logarithm: how far off the first guess may be, a measurement's scatter, the drift from one to the next."""
+
 Matrix = npt.NDArray[np.float64]
 
 
@@ -32,7 +36,7 @@ class Prior:
     """What is believed before the job ran: a mean for each term, and deviations as shares of the means.
 
     `own_share` is each coefficient's own deviation, `common_share` that of a factor that all share, `noise_share` a
-    measurement's. `kept_share` of what was learnt stays at each further measurement; the rest drifts back to unknown.
+    measurement's; `own_shares` names terms whose own deviation is another. `kept_share` of what was learnt stays at each further measurement; the rest drifts back to unknown.
     """
 
     means: Mapping[str, float]
@@ -40,6 +44,7 @@ class Prior:
     common_share: float = 0.15
     noise_share: float = 0.03
     kept_share: float = 0.98
+    own_shares: Mapping[str, float] = field(default_factory=dict[str, float])
 
     @property
     def terms(self) -> tuple[str, ...]:
@@ -48,7 +53,8 @@ class Prior:
 
     def covariance(self) -> Matrix:
         """[terms, terms] covariance of the coefficients over their means."""
-        return np.diag(np.full(len(self.terms), self.own_share**2)) + self.common_share**2
+        own = np.array([self.own_shares.get(name, self.own_share) for name in self.terms])
+        return np.diag(own**2) + self.common_share**2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,6 +129,94 @@ def observe(state: Calibration, terms: Mapping[str, float], measured_seconds: fl
         observation_count=state.observation_count + 1,
         surprise_count=streak,
     )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Margin:
+    """What predicted peaks miss, learnt from measured ones: a coefficient for each part, and the largest miss seen.
+
+    Parts are bytes by name: `state` (what shapes say exactly) and `overhead` (communicators, engines' tables, first-use
+    caches: a rough figure). A plan is judged by `safe_bytes`: two deviations above the mean, and more by the largest
+    share that a measured peak was above its prediction.
+    """
+
+    parts: Calibration
+    largest_share: float = 0.0
+
+    def expected_bytes(self, parts: Mapping[str, float]) -> float:
+        """What a slot will show at its peak."""
+        return predict(self.parts, parts).mean_seconds
+
+    def safe_bytes(self, parts: Mapping[str, float]) -> float:
+        """What a slot must have room for."""
+        found = predict(self.parts, parts)
+        return max(found.mean_seconds + 2 * found.deviation_seconds, (1 + self.largest_share) * found.mean_seconds)
+
+
+STATE, OVERHEAD = "state", "overhead"
+STATE_OWN_SHARE, OVERHEAD_OWN_SHARE, PEAK_NOISE_SHARE = 0.03, 0.5, 0.03
+
+
+def margin() -> Margin:
+    """The margin before any peak was measured: shapes are trusted to a few per cent, the overhead hardly."""
+    prior = Prior(
+        means={STATE: 1.0, OVERHEAD: 1.0},
+        own_share=STATE_OWN_SHARE,
+        common_share=0.0,
+        noise_share=PEAK_NOISE_SHARE,
+        own_shares={OVERHEAD: OVERHEAD_OWN_SHARE},
+    )
+    return Margin(parts=start(prior))
+
+
+def observe_peak(state: Margin, parts: Mapping[str, float], measured_bytes: float) -> Margin:
+    """The margin after a slot's measured peak. An outlier moves the mean little, and the largest share all the way."""
+    missed = measured_bytes / state.expected_bytes(parts) - 1
+    return Margin(parts=observe(state.parts, parts, measured_bytes), largest_share=max(state.largest_share, missed))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Factor:
+    """What something takes over what was expected of it: normal in the logarithm. For guesses that may be ten times off.
+
+    `log_ratio` is the mean, `variance_ratio` its variance.
+    """
+
+    log_ratio: float = 0.0
+    variance_ratio: float = FACTOR_DEVIATION**2
+    observation_count: int = 0
+
+    @property
+    def ratio(self) -> float:
+        """The factor as it is believed now."""
+        return exp(self.log_ratio)
+
+    @property
+    def deviation_share(self) -> float:
+        """The deviation of what the factor will be, as a share of it; at most 1."""
+        return min(1.0, self.variance_ratio**0.5)
+
+    def predict(self, expected_seconds: float) -> Prediction:
+        """What will be measured where `expected_seconds` are expected."""
+        mean = self.ratio * expected_seconds
+        return Prediction(
+            mean_seconds=mean, deviation_seconds=mean * min(1.0, (self.variance_ratio + FACTOR_NOISE**2) ** 0.5)
+        )
+
+    def observe(self, expected_seconds: float, measured_seconds: float) -> Factor:
+        """The factor after one measurement. ValueError unless both are above 0."""
+        if not (expected_seconds > 0 and measured_seconds > 0):
+            raise ValueError(
+                f"{expected_seconds!r} s expected, {measured_seconds!r} s measured: expected times above 0"
+            )
+        prior = self.variance_ratio + (FACTOR_DRIFT**2 if self.observation_count else 0.0)
+        gain = prior / (prior + FACTOR_NOISE**2)
+        surprise = log(measured_seconds / expected_seconds) - self.log_ratio
+        return Factor(
+            log_ratio=self.log_ratio + gain * surprise,
+            variance_ratio=(1 - gain) * prior,
+            observation_count=self.observation_count + 1,
+        )
 
 
 def _design(prior: Prior, terms: Mapping[str, float]) -> Matrix:

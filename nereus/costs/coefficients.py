@@ -143,3 +143,32 @@ def prior_for(
         common_share=COMMON_SHARE,
         noise_share=NOISE_SHARE[kind],
     )
+
+
+EAGER: dict[str, float] = {
+    "launch": 1.5,
+    "step": 4.5,
+    "optimizer": 3.0,
+    "decode_launch": 5.0,
+    "engine_step": 6.5,
+    "decode_tp": 1.8,
+    "sync_tensors": 1.3,
+    "step_framework": 0.5,
+    "sample_framework": 0.7,
+    "first_use": 0.7,
+}
+"""Coefficients of a job of eager processes on probed slots, where they are not 1: what Megatron's and vLLM's Python takes
+beside the kernels that the probe times. Set by hand to two runs of the quickstart on a machine of 2 cores (their first
+steps under each plan are not in them); wide priors stand for what another machine makes of them."""
+EAGER_OWN_SHARE, EAGER_COMMON_SHARE, EAGER_NOISE_SHARE, EAGER_KEPT_SHARE = 0.4, 0.25, 0.06, 0.99
+
+
+def eager_prior(terms: Iterable[str]) -> Prior:
+    """What is believed of these terms' coefficients on a probed machine, before its job ran."""
+    return Prior(
+        means={term: EAGER.get(term, 1.0) for term in terms},
+        own_share=EAGER_OWN_SHARE,
+        common_share=EAGER_COMMON_SHARE,
+        noise_share=EAGER_NOISE_SHARE,
+        kept_share=EAGER_KEPT_SHARE,
+    )

@@ -23,7 +23,8 @@ Narayanan et al. 2021 (interleaved pipeline).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import ceil
 from typing import Literal
 
@@ -187,15 +188,31 @@ def layer_counts(shape: Shape, layout: Layout, pp_rank: int) -> tuple[int, int]:
 
 
 def _stages(shape: Shape, layout: Layout, batch: BatchWork, rates: Rates, *, backward: bool) -> list[_Stage]:
-    """Every pipeline rank's micro-batch. Backward: products twice, attention three times, memory twice the forward."""
+    """Every pipeline rank's micro-batch. Backward: products twice, attention three times, memory twice the forward.
+
+    Replicas, sequences and sharding do not count, but for the link that pipeline ranks send over: asked for once.
+    """
+    inside = layout.tp * layout.cp * layout.dp < rates.slots_per_node
+    alike = replace(layout, dp=1 if inside else rates.slots_per_node)
+    kind = replace(batch, sequences=0, sharding="none", recompute=batch.recompute if backward else "none")
+    return _stages_of(shape, alike, kind, rates, backward=backward)
+
+
+@lru_cache(maxsize=16384)
+def _stages_of(shape: Shape, layout: Layout, batch: BatchWork, rates: Rates, *, backward: bool) -> list[_Stage]:
     plain = layer_cost(shape, layout, batch, rates)
     sparse = layer_cost(shape, layout, batch, rates, sparse=True) if shape.expert_count else plain
     head = head_seconds(shape, layout, batch, rates)
     rows = batch.micro_batch * batch.tokens / layout.cp
     twice, core, third = (2, 3, 3) if backward else (0, 0, 1)
     stages: list[_Stage] = []
+    known: dict[tuple[int, int, bool], _Stage] = {}
     for rank in range(layout.pp):
         counts = layer_counts(shape, layout, rank)
+        kind = (*counts, rank == layout.pp - 1)
+        if kind in known:
+            stages.append(known[kind])
+            continue
         costs = [(counts[0], plain), (counts[1], sparse)]
         terms = {
             "gemm": (1 + twice) * _sum(costs, "gemm_seconds"),
@@ -223,7 +240,8 @@ def _stages(shape: Shape, layout: Layout, batch: BatchWork, rates: Rates, *, bac
             terms["ep"] *= 1 + share / 2
         elif backward and batch.recompute == "selective":
             terms["recompute"] = _sum(costs, "attention_seconds")
-        stages.append(_Stage(terms=terms))
+        known[kind] = _Stage(terms=terms)
+        stages.append(known[kind])
     return stages
 
 
@@ -262,6 +280,7 @@ def owned_parameters(shape: Shape, layout: Layout, pp_rank: int) -> tuple[float,
     return body / layout.tp, experts
 
 
+@lru_cache(maxsize=16384)
 def most_owned_parameters(shape: Shape, layout: Layout) -> tuple[float, float]:
     """`owned_parameters` of the pipeline rank that has most."""
     return max((owned_parameters(shape, layout, rank) for rank in range(layout.pp)), key=sum)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
 from nereus.report.display import bytes_text, change_text, in_order
+from nereus.report.predictions import PredictionSummary, prediction_lines, predictions
 from nereus.runtime.journal import RunFolder, read_journal
 from nereus.runtime.metrics import read_metrics
 
@@ -42,8 +43,20 @@ class RewardGain:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class CarryingStep:
+    """The step that carried a change's interleaved work: its seconds beside the mean of its neighbours in its layout."""
+
+    step: int
+    step_seconds: float
+    neighbour_seconds: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class TransitionSummary:
-    """One change of layout: what it cost, part by part; `reason` says why it failed, "" when it did not."""
+    """One change of layout: what it cost, part by part in the pause, interleaved with the step before, and outside.
+
+    `reason` says why it failed, "" when it did not.
+    """
 
     transition: str
     step: int
@@ -51,6 +64,9 @@ class TransitionSummary:
     after: str
     pause_seconds: float
     seconds: Mapping[str, float]
+    interleaved_seconds: Mapping[str, float]
+    outside_seconds: Mapping[str, float]
+    carrying_step: CarryingStep | None
     planned_bytes: int
     counted_bytes: int
     state_version: int
@@ -62,7 +78,8 @@ class Summary:
     """A run's outcome. NaN and empty mappings stand for what its records do not say.
 
     `training_seconds` runs from the beginning of the first step to the last event, without the time between an end
-    and the next step of the resumed run; `transition_fraction` is the share of it that transitions stopped the job for.
+    and the next step of the resumed run; `transition_fraction` is the share of it that transitions stopped the job
+    for, `changing_fraction` that with their interleaved work.
     `resumed_steps` are the steps after which the run was resumed.
     """
 
@@ -77,12 +94,14 @@ class Summary:
     run_seconds: float
     training_seconds: float
     transition_fraction: float
+    changing_fraction: float
     sync_seconds: float
     sync_bytes: float
     parity_max_nats: float
     mean_exp_abs: float
     peak_ledger_bytes: Mapping[str, int]
     resumed_steps: tuple[int, ...] = ()
+    predicted: PredictionSummary | None = None
 
 
 def summarise(folder: Path) -> Summary:
@@ -95,9 +114,10 @@ def summarise(folder: Path) -> Summary:
 def fold(events: Sequence[Event], metrics: Sequence[Row], folder: Path) -> Summary:
     """The summary that `events` and `metrics` (one row a step, in order) tell: pure."""
     stopped = _last(_since_resumed(events), "run_stopped")
-    transitions = tuple(_transitions(events))
+    transitions = tuple(_transitions(events, metrics))
     training_seconds = _end(events) - _training_start(events) - _idle_seconds(events)
     paused_seconds = sum(_known(entry.pause_seconds for entry in transitions))
+    changing_seconds = paused_seconds + sum(sum(entry.interleaved_seconds.values()) for entry in transitions)
     return Summary(
         folder=folder,
         outcome=str(stopped.get("reason", "unknown")) if stopped else "unfinished",
@@ -110,12 +130,14 @@ def fold(events: Sequence[Event], metrics: Sequence[Row], folder: Path) -> Summa
         run_seconds=_end(events) - _at(_last(events, "run_started")) - _away_seconds(events),
         training_seconds=training_seconds,
         transition_fraction=paused_seconds / training_seconds if training_seconds > 0 else math.nan,
+        changing_fraction=changing_seconds / training_seconds if training_seconds > 0 else math.nan,
         sync_seconds=_mean(_column(metrics, SYNC_SECONDS)),
         sync_bytes=_mean(_column(metrics, SYNC_BYTES)),
         parity_max_nats=max(_column(metrics, PARITY_MAX), default=math.nan),
         mean_exp_abs=_mean(_column(metrics, PARITY_MEAN_EXP)),
         peak_ledger_bytes=_peaks(metrics),
         resumed_steps=tuple(_count(event.get("step")) for event in events if event.get("kind") == RESUMED),
+        predicted=predictions(events),
     )
 
 
@@ -137,7 +159,8 @@ def reward_gain(metrics: Sequence[Row]) -> RewardGain | None:
 
 def render(summary: Summary) -> str:
     """The text of `summary`, for people."""
-    blocks = [_head(summary), _phases(summary), _moves(summary), _sync(summary), _memory(summary), _places(summary)]
+    blocks = [_head(summary), _phases(summary), _moves(summary), _sync(summary), _memory(summary)]
+    blocks += [prediction_lines(summary.predicted), _places(summary)]
     return "\n\n".join("\n".join(block) for block in blocks if block) + "\n"
 
 
@@ -158,21 +181,37 @@ def _mean_and_variance(rows: Sequence[Row]) -> tuple[float, float]:
     return mean, sum((value - mean) ** 2 for value in means) / (len(means) - 1) / len(means)
 
 
-def _transitions(events: Sequence[Event]) -> Iterable[TransitionSummary]:
+def _transitions(events: Sequence[Event], metrics: Sequence[Row]) -> Iterable[TransitionSummary]:
     """The transitions in the order of their end; what their end does not say is taken from their start."""
     begun = {str(event.get("transition")): event for event in events if event.get("kind") == "transition_started"}
+    changed = [_count(event.get("step")) for event in begun.values()]
     for event in events:
         if event.get("kind") in TERMINAL:
             name = str(event.get("transition"))
             known = {**begun.pop(name, {}), **event}
-            yield _transition(name, known, str(event.get("reason", "")))
+            made = _transition(name, known, str(event.get("reason", "")))
+            yield replace(made, carrying_step=_carrying(metrics, changed, made.step))
     for name, event in begun.items():
         yield _transition(name, event, "did not end")
 
 
+def _parts(known: Event, name: str) -> dict[str, float]:
+    seconds = known.get(name)
+    return {str(part): _number(value) for part, value in seconds.items()} if isinstance(seconds, Mapping) else {}
+
+
+def _carrying(metrics: Sequence[Row], changes: Sequence[int], step: int) -> CarryingStep | None:
+    """The step before a change, beside the two before it, unless these had changes of their own."""
+    seconds = {_count(row.get("training/global_step")): _number(row.get(STEP_SECONDS)) for row in metrics}
+    neighbours = [s for s in (step - 2, step - 3) if s in seconds and s not in changes and s + 1 not in changes]
+    if step - 1 not in seconds or not neighbours:
+        return None
+    mean = sum(seconds[s] for s in neighbours) / len(neighbours)
+    return CarryingStep(step=step - 1, step_seconds=seconds[step - 1], neighbour_seconds=mean)
+
+
 def _transition(name: str, known: Event, reason: str) -> TransitionSummary:
-    seconds = known.get("seconds")
-    parts = {str(part): _number(value) for part, value in seconds.items()} if isinstance(seconds, Mapping) else {}
+    parts = _parts(known, "seconds")
     pause = _number(known.get("pause_seconds"))
     return TransitionSummary(
         transition=name,
@@ -181,6 +220,9 @@ def _transition(name: str, known: Event, reason: str) -> TransitionSummary:
         after=str(known.get("to", "")),
         pause_seconds=pause if math.isfinite(pause) or not parts else sum(parts.values()),
         seconds=parts,
+        interleaved_seconds=_parts(known, "interleaved_seconds"),
+        outside_seconds=_parts(known, "outside_seconds"),
+        carrying_step=None,
         planned_bytes=_count(known.get("planned_bytes")),
         counted_bytes=_count(known.get("counted_bytes")),
         state_version=_count(known.get("state_version")),
@@ -309,11 +351,21 @@ def _moves(summary: Summary) -> list[str]:
         parts = ", ".join(f"{part} {entry.seconds[part]:.3f}" for part in in_order(entry.seconds))
         lines.append(f"    pause {entry.pause_seconds:.3f} s{f' ({parts})' if parts else ''}")
         same = "equal" if entry.planned_bytes == entry.counted_bytes else "NOT EQUAL"
+        for place, taken in (("interleaved", entry.interleaved_seconds), ("outside", entry.outside_seconds)):
+            if taken:
+                each = ", ".join(f"{part} {taken[part]:.3f}" for part in in_order(taken))
+                lines.append(f"    {place} {sum(taken.values()):.3f} s ({each})")
+        if (carried := entry.carrying_step) is not None and entry.interleaved_seconds:
+            beside = f"{carried.neighbour_seconds:.3f} s of its neighbours"
+            lines.append(
+                f"    step {carried.step}, which carried the interleaved work: {carried.step_seconds:.3f} s, {beside}"
+            )
         counts = f"planned {entry.planned_bytes:,}, counted {entry.counted_bytes:,}: {same}"
         lines.append(f"    bytes {counts} ({bytes_text(entry.counted_bytes)}); state version {entry.state_version}")
     if math.isfinite(summary.transition_fraction):
         share = f"{summary.transition_fraction:.2%} of the {summary.training_seconds:.1f} s of training"
-        lines.append(f"  share of run time: {share}")
+        lines.append(f"  share of run time, pauses alone: {share}")
+        lines.append(f"  share of run time, pauses and interleaved work: {summary.changing_fraction:.2%}")
     return lines
 
 

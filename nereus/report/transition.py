@@ -103,9 +103,11 @@ class MovementReport:
     `least_moved_bytes` bounds the bytes over all placements (None: not known), `exact` says that the placement is not
     by classes; `seconds` and `least_seconds` are of the busiest port. `hops` counts the times that a byte is handed on
     at most; `direct_send_bytes` bounds the busiest sender when nobody hands on. `horizon_steps` weighed the syncs.
+    `routes` are what all this is counted from.
     """
 
     fleet: Fleet
+    routes: Routes
     is_sync: bool
     stages: tuple[PlacedStage, ...]
     components: tuple[ComponentBytes, ...]
@@ -234,6 +236,7 @@ def _report(
     busiest = max(ports, key=lambda port: port.seconds)
     return MovementReport(
         fleet=found.fleet,
+        routes=found,
         is_sync=False,
         stages=stages,
         components=_components(found),
@@ -264,7 +267,7 @@ def _components(found: Routes) -> tuple[ComponentBytes, ...]:
     held, wanted = _held_by_kind(s.present), _held_by_kind(s.target)
     renamed = {t.emu for t in s.present.tracks}.isdisjoint(emus)  # a sync's source has another name, and one EMU only
     sums: dict[tuple[str, str], list[int]] = {}
-    for (emu, components), moved in _moved_by_kind(s, rows).items():
+    for (emu, components), moved in moved_by_kind(s, rows).items():
         source = s.present.tracks[0].emu if renamed else emu
         after = wanted[emu, components]
         going, across = int(moved.sum()), int(moved[crosses].sum())
@@ -292,7 +295,7 @@ def _kind(track: Track) -> Kind:
     return track.emu, track.components
 
 
-def _row_bytes(table: BoxTable) -> Ints:
+def row_bytes(table: BoxTable) -> Ints:
     """[rows] bytes of each row over the components of its track."""
     return table.elements * np.array([t.element_bytes for t in table.tracks], dtype=np.int64)[table.rows[:, TRACK]]
 
@@ -300,7 +303,7 @@ def _row_bytes(table: BoxTable) -> Ints:
 def _held_by_kind(table: BoxTable) -> dict[Kind, int]:
     """Bytes over all slots that hold them."""
     members = np.array([len(x) for x in table.sets], dtype=np.int64)
-    by_row = _row_bytes(table) * members[table.holders]
+    by_row = row_bytes(table) * members[table.holders]
     by_track = np.zeros(len(table.tracks), dtype=np.int64)
     np.add.at(by_track, table.rows[:, TRACK], by_row)
     held: dict[Kind, int] = {}
@@ -309,7 +312,7 @@ def _held_by_kind(table: BoxTable) -> dict[Kind, int]:
     return held
 
 
-def _moved_by_kind(s: Streams, rows: Ints) -> dict[Kind, Ints]:
+def moved_by_kind(s: Streams, rows: Ints) -> dict[Kind, Ints]:
     """For each kind [rows] how many bytes of each route row are of it."""
     numbers: dict[Kind, int] = {}
     by_track = [numbers.setdefault(_kind(track), len(numbers)) for track in s.target.tracks]
@@ -332,7 +335,8 @@ def _moved_by_kind(s: Streams, rows: Ints) -> dict[Kind, Ints]:
 # -- ports and slots -----------------------------------------------------------------------------------------------------
 
 
-def _sum_at(index: Ints, amounts: Ints, count: int) -> Ints:
+def sum_at(index: Ints, amounts: Ints, count: int) -> Ints:
+    """[count] the amounts of each index added up."""
     totals = np.zeros(count, dtype=np.int64)
     np.add.at(totals, index, amounts)
     return totals
@@ -346,8 +350,8 @@ def _loads(found: Routes) -> dict[str, tuple[Ints, Floats]]:
     return {
         "slot send": (found.sent_bytes(), fleet.link_rates),
         "slot receive": (found.received_bytes(), fleet.link_rates),
-        "network send": (_sum_at(fleet.nic_of[rows[crosses, SOURCE]], across, nics), fleet.nic_rates),
-        "network receive": (_sum_at(fleet.nic_of[rows[crosses, DESTINATION]], across, nics), fleet.nic_rates),
+        "network send": (sum_at(fleet.nic_of[rows[crosses, SOURCE]], across, nics), fleet.nic_rates),
+        "network receive": (sum_at(fleet.nic_of[rows[crosses, DESTINATION]], across, nics), fleet.nic_rates),
     }
 
 
@@ -378,9 +382,9 @@ def _ports(found: Routes) -> tuple[BusiestPort, ...]:
     return tuple(made)
 
 
-def _held_by_slot(table: BoxTable, count: int) -> Ints:
-    """[count] bytes that each slot holds."""
-    by_set = _sum_at(table.holders, _row_bytes(table), len(table.sets))
+def held_by_slot(table: BoxTable, count: int, size_bytes: Ints | None = None) -> Ints:
+    """[count] bytes that each slot holds; `size_bytes` [rows] counts others for each row."""
+    by_set = sum_at(table.holders, row_bytes(table) if size_bytes is None else size_bytes, len(table.sets))
     held = np.zeros(count, dtype=np.int64)
     for slots, amount in zip(table.sets, by_set.tolist(), strict=True):
         held[slots] += amount
@@ -392,14 +396,14 @@ def _slots(found: Routes) -> tuple[SlotBytes, ...]:
     fleet, rows, size = found.fleet, found.rows, found.row_bytes
     count, node = len(fleet.node_of), fleet.node_of
     crosses = node[rows[:, SOURCE]] != node[rows[:, DESTINATION]]
-    across = _sum_at(rows[crosses, SOURCE], size[crosses], count)
-    across += _sum_at(rows[crosses, DESTINATION], size[crosses], count)
+    across = sum_at(rows[crosses, SOURCE], size[crosses], count)
+    across += sum_at(rows[crosses, DESTINATION], size[crosses], count)
     loads = _loads(found)
     busy = np.zeros(count)
     for kind, (amounts, rates) in loads.items():
         seconds = amounts / np.where(rates > 0, rates, np.inf)
         busy = np.maximum(busy, seconds if kind.startswith("slot") else np.where(node >= 0, seconds[fleet.nic_of], 0.0))
-    before, after = (_held_by_slot(table, count) for table in (found.streams.present, found.streams.target))
+    before, after = (held_by_slot(table, count) for table in (found.streams.present, found.streams.target))
     return tuple(
         SlotBytes(
             slot=slot,

@@ -169,7 +169,7 @@ def seconds_text(seconds: float) -> str:
     for unit, factor in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
         if seconds >= factor or (unit == "us" and seconds > 0):
             count = seconds / factor
-            return f"{count:,.0f} {unit}" if count >= 100 else f"{count:#.3g} {unit}"
+            return f"{count:,.0f} {unit}" if count >= 99.95 else f"{count:#.3g} {unit}"
     return "0 s"
 
 

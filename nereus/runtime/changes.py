@@ -1,44 +1,54 @@
-"""A change of plan on the live job, as a transaction: detach, move, verify, commit, attach; or back to what was."""
+"""A change of plan on the live job, as a transaction over state versions, driven by its transition graph.
+
+Planned and proved while a step runs; what may come early runs at a boundary between two phases of that step, the rest
+in the pause after it. The old state is kept until the new one is verified and the commit record is on the disk.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections import defaultdict
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 
-from nereus.errors import DigestMismatch, TransferFailed
+from nereus.errors import DigestMismatch, NereusError, SlotFailed, TransferFailed
 from nereus.interchange.start import first_steps
-from nereus.layout import Plan, StagePlan
-from nereus.runtime.job import Digests, Job, MoveReport, short
+from nereus.layout import Plan
+from nereus.runtime.job import Digests, Job, MoveReport, combined, report, short
 from nereus.runtime.journal import Journal
-from nereus.storage import emu_name, holding
-from nereus.transition import Transition, build, check_transition
+from nereus.runtime.plans import Planned, engine_seconds_of, plan_change
+from nereus.runtime.transformation import Outcome, Performed, snapshot_name
+from nereus.storage import Shard, emu_name, holding
+from nereus.transitions.execution import Execution, OperationDone, OperationFailed, PauseBegun
+from nereus.transitions.order import Infeasible
+from nereus.transitions.programs import Stretch
 
-OLD, NEXT = "old", "next"
+NEXT = "next"
 
 
 @dataclass(kw_only=True)
 class ChangeRecord:
-    """What a change did: seconds by part (all of them in the pause), bytes, digests, state version."""
+    """What a change did: seconds of the pause by kind of operation, of the two other places, bytes, digests, version.
+
+    `interleaved_seconds` lengthened the step before the pause; `outside_seconds` ran beside it.
+    """
 
     transition: str
     step: int
     seconds: dict[str, float] = field(default_factory=dict)
+    interleaved_seconds: dict[str, float] = field(default_factory=dict)
+    outside_seconds: dict[str, float] = field(default_factory=dict)
     moved: MoveReport | None = None
     digests: dict[str, str] = field(default_factory=dict)
+    modes: dict[str, str] = field(default_factory=dict)
     state_version: int = 0
-
-    @contextmanager
-    def timed(self, part: str) -> Iterator[None]:
-        """Adds the wall seconds inside to a part."""
-        started = time.monotonic()
-        yield
-        self.seconds[part] = self.seconds.get(part, 0.0) + time.monotonic() - started
 
     @property
     def pause_seconds(self) -> float:
-        """How long the job stood still: planning too happens between two steps, with the slots idle."""
+        """How long the job stood still between two steps for the change."""
         return sum(self.seconds.values())
 
 
@@ -46,76 +56,244 @@ class ChangeUndone(Exception):  # an outcome, not an error: the job goes on
     """The change failed before its commit, and the plan before it is live again."""
 
 
-def _stages(plan: Plan, names: tuple[str, ...]) -> list[StagePlan]:
-    return [getattr(plan, name) for name in names]
+class ChangeBroken(Exception):  # an outcome too: `nereus.runtime.recovery` brings the job to where it can go on
+    """The change cannot simply be undone or ended: slots are lost, or their world is torn down.
 
-
-def change_plan(job: Job, plan: Plan, record: ChangeRecord, journal: Journal) -> None:
-    """Brings the job to `plan`. ChangeUndone when it was rolled back; other errors mean a slot is lost.
-
-    The old state is kept, detached, until the new one has been verified and the commit record is on the disk (mode
-    "beside"); so a failure before that costs nothing but time.
+    `committed` says whether the new version stands, `lost` which slots are known to be dead.
     """
-    with record.timed("plan"):
-        transition = build(job.specs, job.plan, plan, job.config.transfer.bucket_bytes)
-        check_transition(transition, job.config.transfer.bucket_bytes)
-        _check_room(job, transition)
-    emus = transition.emus()
-    with record.timed("quiesce"):
-        if transition.restart_generation:
-            job.pool.call_all("stop_generation")
-    with record.timed("detach"):
-        for emu in emus:
-            job.pool.call_all("detach", emu, OLD)
-    try:
-        _move_and_verify(job, transition, record)
-    except (TransferFailed, DigestMismatch) as error:
-        _undo(job, transition)
-        raise ChangeUndone(str(error)) from error
-    with record.timed("commit"):
+
+    def __init__(self, reason: str, *, committed: bool, lost: tuple[int, ...] = ()) -> None:
+        super().__init__(reason)
+        self.committed, self.lost = committed, lost
+
+
+class Transaction:
+    """One change of plan. `start`, then `early` at a boundary of the running step if there is one, then `finish`."""
+
+    def __init__(self, job: Job, plan: Plan, record: ChangeRecord, journal: Journal) -> None:
+        self.job, self.plan, self.record, self.journal = job, plan, record, journal
+        self.execution: Execution | None = None
+        self._planning: Future[Planned] | None = None
+        self._before: dict[int, dict[Shard, int]] = defaultdict(dict)
+        self._after: dict[int, dict[Shard, int]] = defaultdict(dict)
+        self._traffic: dict[int, list[Outcome]] = defaultdict(list)
+        self._begun = False
+        self._refused = ""
+
+    # -- outside -------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Plans and proves the change beside whatever runs next."""
+        room = self.job.pool.call_all("room")
+        worker = ThreadPoolExecutor(1, thread_name_prefix="plan")
+        self._planning = worker.submit(partial(_timed_plan, self.job, self.plan, room, self.record))
+        worker.shutdown(wait=False)
+
+    @property
+    def planned(self) -> Planned:
+        """The plan of the change, waited for. ChangeUndone where none fits; nothing has been touched then."""
+        if self._planning is None:
+            raise RuntimeError("the change has not been started")
+        try:
+            return self._planning.result()
+        except (Infeasible, TransferFailed) as error:
+            raise ChangeUndone(str(error)) from error
+
+    # -- interleaved ---------------------------------------------------------------------------------------------
+
+    def early(self) -> None:
+        """At a boundary of the running step after its generation: what may come before the pause.
+
+        Errors are kept for `finish`, so that the step goes on; only a torn world ends it: ChangeBroken.
+        """
+        if self._begun or self._refused or self._planning is None or not self._planning.done():
+            return
+        started = time.monotonic()
+        try:
+            self._begin()
+            self._run_early(self.record.interleaved_seconds)
+        except ChangeUndone as error:
+            self._refused = str(error)
+        parts = self.record.interleaved_seconds
+        parts["wait"] = max(time.monotonic() - started - sum(parts.values()), 0.0)
+
+    def _begin(self) -> None:
+        """Tells the slots their parts."""
+        planned, job = self.planned, self.job
+        stages = [getattr(self.plan, name) for name in planned.stage_names]
+        job.align(stages)
+        told = planned.told(job, max(job.pool.call_all("group_count").values()) + 1)
+        job.pool.call("begin_change", {slot: (change,) for slot, change in told.items()})
+        self.execution = Execution(planned.graph)
+        self.execution.begin()
+        self._begun = True
+        self.record.modes = planned.modes
+
+    def _run_early(self, seconds: dict[str, float]) -> None:
+        for stretch in self.planned.stretches:
+            if stretch.when == "early":
+                self._run(stretch, seconds)
+
+    # -- the pause -----------------------------------------------------------------------------------------------
+
+    def finish(self) -> None:
+        """Carries the change out. ChangeUndone when the plan before it is live again; ChangeBroken otherwise."""
+        if self._refused:
+            raise ChangeUndone(self._refused)
+        started = time.monotonic()
+        pause = self.record.seconds
+        if not self._begun:
+            self.planned  # noqa: B018  # waited for in the pause
+            pause["plan"] = time.monotonic() - started
+            self._begin()
+            self._run_early(pause)
+        if self.execution is None:
+            raise RuntimeError("the change has not begun")
+        self.execution.handle(PauseBegun())
+        for stretch in self.planned.stretches:
+            if stretch.when != "early":
+                self._run(stretch, pause)
+        self._end()
+        pause["wait"] = max(time.monotonic() - started - sum(pause.values()), 0.0)
+
+    def _end(self) -> None:
+        planned, job, pause = self.planned, self.job, self.record.seconds
+        job.pool.call_all("finish_change")
+        planned.cache_groups(job)
+        job.plan = self.plan
+        job.engine_seconds |= engine_seconds_of(self._traffic)
+        started = time.monotonic()
+        job.use_sync(planned.sync)
+        pause["sync"] = time.monotonic() - started
+        job.drop_snapshots()
+
+    # -- stretches -----------------------------------------------------------------------------------------------
+
+    def _run(self, stretch: Stretch, seconds: dict[str, float]) -> None:
+        """Carries a stretch out on the slots, then what the driver does at its end."""
+        committed = self.execution is not None and self.execution.committed
+        given = {slot: (tasks, committed) for slot, tasks in stretch.tasks.items()}
+        answers = self.job.pool.gather("perform", given)
+        performed = {slot: answer for slot, answer in answers.items() if isinstance(answer, Performed)}
+        self._take(performed)
+        _add_seconds(performed, seconds)
+        broken = [f"slot {s}: {a}" for s, a in answers.items() if isinstance(a, NereusError)]
+        broken += [
+            f"slot {slot} in {answer.failed.kind} of {answer.failed.emu or 'all'}: {answer.error}"
+            for slot, answer in performed.items()
+            if answer.failed is not None
+        ]
+        if broken:
+            lost = tuple(s for a in answers.values() if isinstance(a, SlotFailed) for s in a.lost)
+            raise ChangeBroken("; ".join(broken), committed=committed, lost=lost)
+        for operation in stretch.order:
+            if operation.kind == "commit":
+                self._commit(seconds)
+            if self.execution is not None:
+                self.execution.handle(OperationDone(operation_id=operation.id))
+
+    def _take(self, performed: Mapping[int, Performed]) -> None:
+        for slot, answer in performed.items():
+            for outcome in answer.outcomes:
+                kind = outcome.task.kind
+                if kind == "quiesce":
+                    self._before[slot].update(outcome.digests)
+                elif kind == "verify":
+                    self._after[slot].update(outcome.digests)
+                self._traffic[slot].append(outcome)
+
+    def _commit(self, seconds: dict[str, float]) -> None:
+        """Digests and bytes must be what they should be; then the one record that decides."""
+        started = time.monotonic()
+        job, record = self.job, self.record
+        try:
+            record.moved = self._report()
+            before, after = combined(job.specs, self._before), combined(job.specs, self._after)
+            compare(before, after)
+        except (TransferFailed, DigestMismatch) as error:
+            self._undo(str(error))
+        record.digests = short(after)
         job.state_version += 1
         record.state_version = job.state_version
-        journal.append(
+        self.journal.append(
             "commit",
             sync=True,
             transition=record.transition,
-            plan_id=plan.plan_id,
+            plan_id=self.plan.plan_id,
             state_version=job.state_version,
             digests=record.digests,
             optimizer_steps=dict(job.optimizer_steps),
             data_position=job.data_position,
         )
-    with record.timed("attach"):
-        job.pool.call_all("drop", OLD)
-        job.plan = plan
-        job.attach(_stages(plan, transition.changed), NEXT)
-        job.pool.call_all("drop", NEXT)
-    _follow_up(job, transition, record)
+        seconds["commit"] = seconds.get("commit", 0.0) + time.monotonic() - started
+
+    def _report(self) -> MoveReport:
+        moved = self.planned.moved
+        totals = {slot: _total(outcomes) for slot, outcomes in self._traffic.items()}
+        return report(moved, {slot: totals[slot] for slot in self.job.pool.numbers if slot in totals})
+
+    def known_digests(self) -> Digests:
+        """Digests of the changing EMUs' old state as the slots that answered took them; none where they have gaps."""
+        try:
+            return combined(self.job.specs, self._before)
+        except DigestMismatch:
+            return {}
+
+    def whole_snapshots(self) -> dict[str, Path]:
+        """The folders of the EMUs of which every slot has copied its old bytes; of a job on one host alone."""
+        if not self._begun or len(set(self.job.pool.hosts.values())) > 1:
+            return {}
+        before = self.planned.stages(self.planned.transition.before)
+        return {
+            emu: Path(folder)
+            for emu, folder in self.planned.folders.items()
+            if all((Path(folder) / snapshot_name(emu, slot)).is_file() for slot in before[emu].slots)
+        }
+
+    def _undo(self, reason: str) -> None:
+        """Raises ChangeUndone once the plan before is live again; ChangeBroken where old engines are gone already."""
+        if self.execution is not None:
+            commit = next(o for o in self.planned.graph.operations if o.kind == "commit")
+            self.execution.handle(OperationFailed(operation_id=commit.id, reason=reason))
+        if any(emu.mode != "beside" for emu in self.planned.graph.change.emus):
+            raise ChangeBroken(reason, committed=False)
+        self.job.pool.call_all("abandon_change")
+        if self.planned.restart_generation:
+            self.job.pool.call_all("stop_generation")
+            start_generation(self.job)
+        raise ChangeUndone(reason)
 
 
-def _check_room(job: Job, transition: Transition) -> None:
-    """ChangeUndone, with nothing touched, when a slot's ledger cannot hold old and new state beside each other."""
-    for slot, free in job.pool.call_all("free_bytes").items():
-        needed = transition.extra_bytes(slot, job.config.transfer.bucket_bytes)
-        if needed > free:
-            raise ChangeUndone(
-                f"slot {slot} needs {needed:,} bytes to keep old and new state beside each other, {free:,} are left of "
-                "fleet.slot_budget_bytes"
-            )
+def _timed_plan(job: Job, plan: Plan, room: Mapping[int, object], record: ChangeRecord) -> Planned:
+    started = time.monotonic()
+    try:
+        return plan_change(job, plan, room)  # type: ignore[arg-type]
+    finally:
+        record.outside_seconds["plan"] = time.monotonic() - started
 
 
-def _move_and_verify(job: Job, transition: Transition, record: ChangeRecord) -> None:
-    emus = transition.emus()
-    if not emus:
+def _add_seconds(performed: Mapping[int, Performed], seconds: dict[str, float]) -> None:
+    """The seconds of the slot that worked longest, by kind: what the others waited for."""
+    by_slot: dict[int, dict[str, float]] = {}
+    for slot, answer in performed.items():
+        parts = by_slot.setdefault(slot, {})
+        for outcome in answer.outcomes:
+            parts[outcome.task.kind] = parts.get(outcome.task.kind, 0.0) + outcome.seconds
+    if not by_slot:
         return
-    with record.timed("verify"):
-        before = job.digests(emus, OLD)
-    with record.timed("move"):
-        record.moved = job.move(transition.moved, transition.target, emus, OLD, NEXT)
-    with record.timed("verify"):
-        after = job.digests(emus, NEXT)
-        compare(before, after)
-        record.digests = short(after)
+    longest = max(by_slot, key=lambda slot: sum(by_slot[slot].values()))
+    for kind, value in by_slot[longest].items():
+        seconds[kind] = seconds.get(kind, 0.0) + value
+
+
+def _total(outcomes: list[Outcome]):  # noqa: ANN202
+    from nereus.runtime.fabric import Traffic
+
+    total = Traffic()
+    for outcome in outcomes:
+        if outcome.traffic is not None:
+            total.add(outcome.traffic)
+    return total
 
 
 def compare(before: Digests, after: Digests) -> None:
@@ -129,21 +307,11 @@ def compare(before: Digests, after: Digests) -> None:
                 )
 
 
-def _undo(job: Job, transition: Transition) -> None:
-    """Back to the plan before: its state was kept."""
-    job.pool.call_all("drop", NEXT)
-    job.attach(_stages(transition.before, transition.changed), OLD)
-    job.pool.call_all("drop", OLD)
-    if transition.restart_generation:
-        start_generation(job)
-
-
-def _follow_up(job: Job, transition: Transition, record: ChangeRecord) -> None:
-    if transition.restart_generation:
-        with record.timed("engine"):
-            start_generation(job)
-    with record.timed("sync"):
-        job.plan_sync()
+def change_plan(job: Job, plan: Plan, record: ChangeRecord, journal: Journal) -> None:
+    """A whole change in one pause. ChangeUndone when it was rolled back, ChangeBroken when the job needs recovery."""
+    transaction = Transaction(job, plan, record, journal)
+    transaction.start()
+    transaction.finish()
 
 
 def start_generation(job: Job) -> None:

@@ -218,6 +218,11 @@ class Checkpoints:
             self._begin(step)
             self.settle()
 
+    def abandon(self) -> None:
+        """Forgets a save in progress, whose slots are not all there any more."""
+        if self._pending is not None:
+            self._fail(self._pending.manifest.step, self._pending.draft, "slots were lost")
+
     def settle(self) -> None:
         """Waits until the save in progress is durable or has failed."""
         started = time.monotonic()

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
+from pathlib import Path
 
 from nereus.boxes import Box
 from nereus.config import Config
 from nereus.errors import DigestMismatch, TransferFailed
-from nereus.layout import Plan, StagePlan
+from nereus.layout import Layout, Plan, StagePlan
 from nereus.model import ModelSpec, models_of
 from nereus.runtime.digest import MASK
 from nereus.runtime.fabric import Program, Traffic, program_of
@@ -17,8 +21,15 @@ from nereus.runtime.pool import SlotPool
 from nereus.slices import Holding, Movement
 from nereus.storage import Shard, emu_name
 from nereus.transition import WeightSync, build_sync
+from nereus.transitions.change import Mode
+from nereus.transitions.durations import Tolls
 
+GroupKey = tuple[tuple[int, ...], Layout]
+"""The slots of a stage and its layout: what its communicators depend on."""
 Digests = dict[str, dict[str, str]]
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  # its files have names of their own
+HOST_MEMORY = SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
+"""Files here outlive the process that wrote them, as pinned host memory of a node's agent would."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,6 +54,11 @@ class Job:
     data_position: int = 0
     optimizer_steps: dict[str, int] = field(default_factory=dict)
     sync: WeightSync | None = None
+    idle_groups: list[GroupKey] = field(default_factory=list[GroupKey])
+    engine_seconds: dict[str, float] = field(default_factory=dict[str, float])
+    tolls: Tolls = field(default_factory=Tolls)
+    modes: dict[str, Mode] = field(default_factory=dict[str, Mode])
+    folder: Path | None = None
 
     def __post_init__(self) -> None:
         self.specs: dict[str, ModelSpec] = models_of(self.config.model)
@@ -54,7 +70,7 @@ class Job:
         """
         counts = self.pool.call_all("group_count")
         rank_sets = tuple(dict.fromkeys(stage.slots for stage in stages))
-        used = frozenset(stage.slots for _, stage in self.plan.stages())
+        used = frozenset((*(stage.slots for _, stage in self.plan.stages()), *(slots for slots, _ in self.idle_groups)))
         self.pool.call_all("align", rank_sets, max(counts.values()), used)
 
     def attach(self, stages: Sequence[StagePlan], label: str) -> None:
@@ -85,14 +101,35 @@ class Job:
 
     def plan_sync(self) -> WeightSync:
         """Makes the weight sync of the present plan and gives every slot its part."""
-        sync = build_sync(self.specs["actor"], self.plan, self.config.transfer.bucket_bytes)
+        self.use_sync(build_sync(self.specs["actor"], self.plan, self.config.transfer.bucket_bytes))
+        return self.sync  # type: ignore[return-value]
+
+    def use_sync(self, sync: WeightSync | None) -> None:
+        """Gives every slot its part of a weight sync; None: the one there is stays."""
+        if sync is None:
+            return
         parts: dict[int, tuple[tuple[Program, ...]]] = {}
         for slot in self.pool.numbers:
             wanted = sync.target.get(slot, ())
             parts[slot] = (tuple(self._layer(part, slot, wanted) for part in sync.layers),)
         self.pool.call("plan_sync", parts)
         self.sync = sync
-        return sync
+
+    def offload(self, stage: StagePlan) -> int:
+        """An inference stage waits in host memory until its next phase; the bytes that moved."""
+        folder = str(self.snapshot_folder("snapshot"))
+        return sum(self.pool.call("offload", dict.fromkeys(stage.slots, (emu_name(stage), folder))).values())
+
+    def snapshot_folder(self, mode: Mode) -> Path:
+        """Where slots copy old bytes to: host memory, or for mode checkpoint the disk of the run's folder."""
+        if mode == "checkpoint" and self.folder is not None:
+            return self.folder / "transition"
+        return HOST_MEMORY / f"nereus-{os.getpid()}"
+
+    def drop_snapshots(self) -> None:
+        """Removes this host's snapshots."""
+        for mode in ("snapshot", "checkpoint"):
+            shutil.rmtree(self.snapshot_folder(mode), ignore_errors=True)
 
     @staticmethod
     def _layer(part: Movement, slot: int, wanted: tuple[Shard, ...]) -> Program:

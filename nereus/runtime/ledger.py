@@ -64,6 +64,14 @@ class Ledger:
         for name in [n for n in self.held if n == prefix or n.startswith(f"{prefix}.")]:
             del self.held[name]
 
+    def rename(self, prefix: str, name: str) -> None:
+        """Gives a component and all of its parts another name, whose entries so far are forgotten."""
+        parts = {n: size for n, size in self.held.items() if n == prefix or n.startswith(f"{prefix}.")}
+        self.release(name)
+        for old, size in parts.items():
+            del self.held[old]
+            self.held[name + old.removeprefix(prefix)] = size
+
     @contextmanager
     def during(self, component: str, size_bytes: int) -> Iterator[None]:
         """Holds `size_bytes` while inside."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +27,7 @@ from nereus.runtime.messages import PhaseResult
 from nereus.runtime.objective import Objective
 from nereus.runtime.rollouts import Rollouts, load, save
 from nereus.storage import emu_name
+from nereus.workload import StepBatch, step_batch
 
 WIDTH_MULTIPLE_TOKENS = 8
 
@@ -41,6 +42,7 @@ class StepRecord:
     sync: MoveReport | None = None
     updates: list[dict[str, Any]] = field(default_factory=list)
     rollouts: str = ""
+    batch: StepBatch | None = None
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:
@@ -60,6 +62,7 @@ class Phases:
     recorded: Path | None = None
 
     def __post_init__(self) -> None:
+        self.updating = False  # between the first update of a step and its end: the state is of no step
         a = self.job.config.algorithm
         self.policy = PolicySettings(
             clip_ratio_low=a.clip_ratio_low,
@@ -78,19 +81,33 @@ class Phases:
 
     # -- one step ------------------------------------------------------------------------------------------------
 
-    def run(self, step: int) -> StepRecord:
-        """PPO step `step`: sample, score, infer, estimate advantages, update critic and actor."""
+    def run(self, step: int, between: Callable[[StepRecord], None] = lambda _: None) -> StepRecord:
+        """PPO step `step`: sample, score, infer, estimate advantages, update critic and actor.
+
+        `between` is called at boundaries between phases after generation, when nothing runs on the slots.
+        """
         record = StepRecord(step=step)
         started = time.monotonic()
         rollouts = self.rollouts(record)
         batch = build(rollouts.prompts, rollouts.responses, multiple_tokens=WIDTH_MULTIPLE_TOKENS)
+        record.batch = step_batch(
+            batch.prompt_lengths.tolist(),
+            batch.response_lengths.tolist(),
+            batch.width_tokens,
+            sampled=self.recorded is None,
+        )
         plan = self.job.plan
+        between(record)
         with record.timed("old_log_prob"):
             old = self.infer(plan.actor_train, batch, "old_log_prob")["logp"]
         with record.timed("ref"):
             reference = self.infer(plan.reference_infer, batch, "ref")["logp"]
+        if plan.reference_infer.keep == "nothing":
+            with record.timed("offload"):
+                self.job.offload(plan.reference_infer)
         with record.timed("values"):
             values = self.infer(plan.critic_train, batch, "values")["values"]
+        between(record)
         with record.timed("adv"):
             batch = self._advantages(batch, rollouts, old, reference, values)
         self._parity(record, batch, rollouts, old)
@@ -98,6 +115,7 @@ class Phases:
         record.seconds["step"] = time.monotonic() - started
         self._facts(record, batch, rollouts, reference, old)
         self.job.data_position += self.job.config.data.prompts_per_step
+        self.updating = False
         return record
 
     def rollouts(self, record: StepRecord) -> Rollouts:
@@ -215,6 +233,7 @@ class Phases:
 
     def _update(self, record: StepRecord, batch: Batch) -> None:
         algorithm, plan = self.job.config.algorithm, self.job.plan
+        self.updating = True
         size = batch.rows // algorithm.mini_batches
         for epoch in range(algorithm.epochs):
             for index, mini in enumerate(split(batch, [size] * algorithm.mini_batches)):

@@ -8,7 +8,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -64,6 +64,10 @@ class SlotActor:
         with socket.socket() as probe:
             probe.bind((address, 0))
             return address, int(probe.getsockname()[1])
+
+    def alive(self) -> bool:
+        """Answers where the process lives."""
+        return True
 
     def do(self, method: str, arguments: tuple[object, ...]) -> object:
         """Calls a method of the slot."""
@@ -159,36 +163,83 @@ class SlotPool:
         note: Callable[[str], None],
     ) -> None:
         self.numbers = tuple(range(slots))
-        self._logs, self._timeout_seconds = logs, phase_timeout_seconds
+        self._logs, self._timeout_seconds, self._start_seconds = logs, phase_timeout_seconds, start_timeout_seconds
         note(f"starting {slots} slots")
         start_ray(slots, start_timeout_seconds)
         self._actors: dict[int, Any] = {}
+        self._boots: list[tuple[Any, Any, str, int]] = []  # of slots that are still to join: actor, boot, log, host
+        self._logs_of = {number: self._logs / f"slot_{number}.log" for number in self.numbers}
         self.pids: dict[int, int] = {}
+        self.hosts: dict[int, int] = {}
+        self._started = slots
         try:
-            gpus = 1 if ray.cluster_resources().get("GPU", 0) >= slots else 0  # a GPU each where there are enough
-            for number, node in zip(self.numbers, _places(), strict=False):
-                options = SlotActor.options(
-                    num_cpus=0,
-                    num_gpus=gpus,
-                    resources={"slot": 1.0},
-                    max_restarts=0,
-                    scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
-                )
-                self._actors[number] = options.remote(number, str(self._log(number)))
+            self._gpus = 1 if ray.cluster_resources().get("GPU", 0) >= slots else 0  # a GPU each where there are enough
+            places = _places()
+            self._nodes = list(dict.fromkeys(places))
+            self.hosts = {number: self._nodes.index(node) for number, node in zip(self.numbers, places, strict=False)}
+            for number, node in zip(self.numbers, places, strict=False):
+                self._actors[number] = self._actor(number, node, self._logs_of[number])
             note("importing engines in the slots")
             started = time.monotonic()
-            several_hosts = len({node["NodeManagerAddress"] for node in _nodes()}) > 1
-            boots = {number: actor.boot.remote(several_hosts) for number, actor in self._actors.items()}
+            self._several_hosts = len({node["NodeManagerAddress"] for node in _nodes()}) > 1
+            boots = {number: actor.boot.remote(self._several_hosts) for number, actor in self._actors.items()}
             self.pids = self._collect("boot", boots, start_timeout_seconds)
             note(f"slots are up after {time.monotonic() - started:.0f} s")
-            address, port = ray.get(self._actors[0].meeting_place.remote())
-            self.call_all("join", slots, address, port, phase_timeout_seconds)
+            self.rejoin()
         except BaseException:
             self.close()
             raise
 
-    def _log(self, number: int) -> Path:
-        return self._logs / f"slot_{number}.log"
+    def _actor(self, number: int, node: str, log: Path) -> Any:
+        options = SlotActor.options(
+            num_cpus=0,
+            num_gpus=self._gpus,
+            resources={"slot": 1.0},
+            max_restarts=0,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
+        )
+        return options.remote(number, str(log))
+
+    def start_more(self, count: int) -> None:
+        """Starts slot processes beside the others, on the nodes that have room; `arrived` says when they are there."""
+        places = _places()
+        taken = [self._nodes[host] for host in (*self.hosts.values(), *(host for *_, host in self._boots))]
+        for node in taken:
+            if node in places:
+                places.remove(node)
+        for node in places[:count]:
+            log = self._logs / f"slot_{self._started}.log"
+            actor = self._actor(self._started, node, log)
+            self._started += 1
+            self._boots.append((actor, actor.boot.remote(self._several_hosts), str(log), self._nodes.index(node)))
+
+    def arrived(self) -> int:
+        """How many slots wait to join, once all that were started are there."""
+        refs = [boot for _, boot, _, _ in self._boots]
+        done, _ = ray.wait(refs, num_returns=len(refs), timeout=0) if refs else ([], [])
+        return len(refs) if len(done) == len(refs) else 0
+
+    def admit(self) -> tuple[int, ...]:
+        """The numbers of the slots that arrived, after those of the others; they are in no world until `rejoin`."""
+        first = len(self._actors)
+        for number, (actor, boot, log, host) in enumerate(self._boots, start=first):
+            self._logs_of[number], self.hosts[number] = Path(log), host
+            self.pids[number] = self._get("boot", number, boot)
+            self._actors[number] = actor
+        self._boots = []
+        self.numbers = tuple(sorted(self._actors))
+        return self.numbers[first:]
+
+    def restart(self, slots: int) -> None:
+        """Ends every slot process, starts so many new ones and forms their world: what a stop and a resume do."""
+        for actor in (*self._actors.values(), *(actor for actor, *_ in self._boots)):
+            ray.kill(actor)
+        self._actors, self._boots, self.pids, self.hosts, self.numbers = {}, [], {}, {}, ()
+        self.start_more(slots)
+        self._logs_of = {number: Path(log) for number, (_, _, log, _) in enumerate(self._boots)}
+        self._collect("boot", {number: boot for number, (_, boot, _, _) in enumerate(self._boots)}, self._start_seconds)
+        self.admit()
+        self.rejoin()
 
     def call(self, method: str, arguments: Mapping[int, tuple[object, ...]]) -> dict[int, Any]:
         """Calls `method` on each slot of `arguments` with its own arguments."""
@@ -198,6 +249,57 @@ class SlotPool:
     def call_all(self, method: str, *arguments: object) -> dict[int, Any]:
         """Calls `method` on every slot with the same arguments."""
         return self.call(method, dict.fromkeys(self.numbers, arguments))
+
+    def gather(self, method: str, arguments: Mapping[int, tuple[object, ...]]) -> dict[int, Any]:
+        """As `call`, but waits for every slot: what each said, or the NereusError that came of it."""
+        refs = {slot: self._actors[slot].do.remote(method, given) for slot, given in arguments.items()}
+        found: dict[int, Any] = {}
+        deadline = time.monotonic() + self._timeout_seconds
+        for slot, ref in refs.items():
+            done, _ = ray.wait([ref], timeout=max(deadline - time.monotonic(), 0.0))
+            if not done:
+                found[slot] = SlotFailed(f"slot {slot} did not finish {method} within {self._timeout_seconds:.0f} s")
+                continue
+            try:
+                found[slot] = self._get(method, slot, ref)
+            except NereusError as error:
+                found[slot] = error
+        return found
+
+    def lost(self) -> tuple[int, ...]:
+        """The slots whose processes are dead."""
+        refs = {actor.alive.remote(): slot for slot, actor in self._actors.items()}
+        ray.wait(list(refs), num_returns=len(refs), timeout=DEATH_SECONDS)
+        found: list[int] = []
+        for ref, slot in refs.items():
+            try:
+                ray.get(ref, timeout=0)
+            except RayActorError:
+                found.append(slot)
+            except RayError:  # busy, so alive
+                continue
+        return tuple(sorted(found))
+
+    def drop(self, lost: Sequence[int]) -> dict[int, int]:
+        """Goes on without these slots: the others get the numbers from 0 on, in order. Returns new numbers by old ones.
+
+        The slots must be out of any world; `rejoin` follows.
+        """
+        for slot in lost:
+            ray.kill(self._actors.pop(slot))
+        renumbered = {old: new for new, old in enumerate(sorted(self._actors))}
+        self._actors = {renumbered[old]: actor for old, actor in self._actors.items()}
+        self.pids = {renumbered[old]: pid for old, pid in self.pids.items() if old in renumbered}
+        self._logs_of = {renumbered[old]: log for old, log in self._logs_of.items() if old in renumbered}
+        self.hosts = {renumbered[old]: host for old, host in self.hosts.items() if old in renumbered}
+        self.numbers = tuple(sorted(self._actors))
+        self.call("renumber", {slot: (slot,) for slot in self.numbers})
+        return renumbered
+
+    def rejoin(self) -> None:
+        """Forms the world of the slots that there are."""
+        address, port = ray.get(self._actors[0].meeting_place.remote())
+        self.call_all("join", len(self.numbers), address, port, self._timeout_seconds)
 
     def _collect(self, method: str, refs: Mapping[int, Any], timeout_seconds: float) -> dict[int, Any]:
         owner = {ref: slot for slot, ref in refs.items()}
@@ -222,7 +324,7 @@ class SlotPool:
             try:
                 ray.get(ref)
             except RayActorError:
-                raise SlotFailed(self._death(owner[ref], method)) from error
+                raise SlotFailed(self._death(owner[ref], method), (owner[ref],)) from error
             except RayError:
                 continue
 
@@ -235,16 +337,18 @@ class SlotPool:
                 raise cause from error
             raise SlotFailed(f"slot {slot} failed in {method}:\n{error}") from error
         except RayActorError as error:
-            raise SlotFailed(self._death(slot, method)) from error
+            raise SlotFailed(self._death(slot, method), (slot,)) from error
         except RayError as error:
             raise SlotFailed(f"slot {slot} failed in {method}: {error}") from error
 
     def _death(self, slot: int, method: str) -> str:
-        return f"slot {slot} (process {self.pids.get(slot)}) died in {method}; its last words are in {self._log(slot)}"
+        return (
+            f"slot {slot} (process {self.pids.get(slot)}) died in {method}; its last words are in {self._logs_of[slot]}"
+        )
 
     def close(self) -> None:
         """Ends every slot process and Ray; safe to call twice."""
-        for actor in self._actors.values():
+        for actor in (*self._actors.values(), *(actor for actor, *_ in self._boots)):
             ray.kill(actor)
-        self._actors = {}
+        self._actors, self._boots = {}, []
         ray.shutdown()

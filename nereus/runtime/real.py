@@ -6,40 +6,49 @@ import json
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from nereus.catalogue import hf_config
 from nereus.config import Config
-from nereus.errors import JournalError, NereusError
+from nereus.control.outlook import StepObserved
+from nereus.control.records import SearchDone
+from nereus.costs.profile import Profile
+from nereus.errors import JournalError, NereusError, SlotFailed
 from nereus.events import (
     ChangePlan,
     Command,
     Event,
     Finish,
     JobReady,
+    Recover,
+    Recovered,
     RunStep,
-    StepFinished,
     StopRequested,
-    TransitionDone,
-    TransitionFailed,
 )
 from nereus.interchange.companions import carry_tokenizer, settings_beside
-from nereus.layout import Plan, first_plan
+from nereus.layout import first_plan
 from nereus.model import VALUE_HEAD
 from nereus.report.display import Display
 from nereus.resumption import Resumption
-from nereus.runtime.changes import NEXT, ChangeRecord, ChangeUndone, change_plan, first_state, start_generation
-from nereus.runtime.checkpoints import Checkpoints
+from nereus.runtime.changes import NEXT, ChangeBroken, first_state, start_generation
+from nereus.runtime.changing import Changing
+from nereus.runtime.checkpoints import Checkpoints, newest_good
+from nereus.runtime.fleet_schedule import FleetSchedule, Relaunch, SlotsArrived, SlotsLeaving
 from nereus.runtime.job import Job, short
-from nereus.runtime.journal import Journal, RunFolder
+from nereus.runtime.journal import Journal, RunFolder, read_journal
+from nereus.runtime.losses import Losses
 from nereus.runtime.metrics import MetricsWriter
+from nereus.runtime.observer import Observer
 from nereus.runtime.phases import Phases, StepRecord, task_of
 from nereus.runtime.pool import SlotPool
+from nereus.runtime.recovery import Standing
 from nereus.runtime.restore import restore
+from nereus.runtime.searches import Searches, Seek
 from nereus.slices import cut, movement
 from nereus.storage import emu_name, holding
+from nereus.workload import measured_phases
 
 
 class Stop(Protocol):
@@ -66,46 +75,83 @@ class RealWorld:
     recorded: Path | None = None
     resumption: Resumption | None = None
     records: list[StepRecord] = field(default_factory=list)
-    changes: list[ChangeRecord] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         data = self.config.data
-        self.job = Job(config=self.config, pool=self.pool, plan=first_plan(self.config))
+        self.job = Job(config=self.config, pool=self.pool, plan=first_plan(self.config), folder=self.folder.path)
         seed, template = self.config.run.seed, data.prompt_template
         task = task_of(data.task, data.task_options, seed, template, "train", self.config.model)
         self.phases = Phases(job=self.job, task=task, folder=self.folder.rollouts, recorded=self.recorded)
-        self._queue: deque[Event] = deque()
+        self.observer = Observer(
+            config=self.config, pool=self.pool, journal=self.journal, sampled=self.recorded is None
+        )
+        self._queue: deque[Event | SlotsLeaving | SlotsArrived] = deque()
+        self.schedule = FleetSchedule(self.config, self.pool)
+        self.searches = Searches(self.job, self.journal)
+        self._profile: Profile | None = None  # as the last step's event told it
         self._finished = False
         self._stop_told = False
         self._warm = True
-        self._transitions = self.resumption.transition_count if self.resumption else 0
         self._step = self.resumption.manifest.step if self.resumption else 0  # the last that is done
         self.checkpoints = Checkpoints(
             job=self.job, folder=self.folder.checkpoints, journal=self.journal, note=self.display.note
         )
+        self.changing = Changing(
+            job=self.job,
+            journal=self.journal,
+            display=self.display,
+            settle=self.checkpoints.settle,
+            count=self.resumption.transition_count if self.resumption else 0,
+        )
+        self.losses = Losses(
+            job=self.job,
+            journal=self.journal,
+            display=self.display,
+            changing=self.changing,
+            checkpoints=self.checkpoints,
+        )
 
     # -- World ---------------------------------------------------------------------------------------------------
 
-    def events(self) -> Iterator[Event]:
+    def events(self) -> Iterator[Event | SearchDone | SlotsLeaving | SlotsArrived]:
         """Prepares the job, then yields what happens until `Finish` has been carried out."""
+        if self.config.nereus.policy == "nereus":
+            self.searches.start()  # its imports run beside the preparation
         self._prepare()
+        self._profile = self.observer.state.profile
         self._queue.append(JobReady(at_seconds=time.time(), step=self._step + 1))
         while not self._finished:
             if self.stop.requested and not self._stop_told:
                 self._stop_told = True
                 self.journal.append("stop_requested")
                 yield StopRequested(at_seconds=time.time())
-            if not self._queue:
-                raise NereusError("the controller gave no command and nothing is left to happen")
-            yield self._queue.popleft()
+            if (found := self.searches.poll()) is not None:
+                yield found
+            elif self._queue:
+                yield self._queue.popleft()
+            elif self.searches.pending:
+                self.display.phase("searching for a plan")
+                yield self.searches.wait(self.config.fleet.phase_timeout_seconds)
+            else:
+                raise NereusError(
+                    "the controller gave no command and nothing is left to happen: no plan is left to run"
+                )
 
-    def submit(self, command: Command) -> None:
+    def submit(self, command: Command | Seek | Relaunch) -> None:
         """Carries out one command."""
         match command:
+            case Seek():
+                self.searches.begin(command)
+            case Relaunch():
+                self._relaunch(command)
             case RunStep():
                 self._run_step(command.step)
             case ChangePlan():
-                self._change(command)
+                self.changing.prepare(command)
+                if command.step == self._step + 1:  # else a step comes first, which carries what may come early
+                    self._finish_change()
+            case Recover():
+                self._recover(command)
             case Finish():
                 self._finished = True
                 self._save_last()
@@ -116,6 +162,8 @@ class RealWorld:
     def _prepare(self) -> None:
         export_model(self.config, self.folder.model)
         self.pool.call_all("configure", self.config, str(self.folder.model))
+        self.display.phase("probing the slots")
+        self.observer.begin(read_journal(self.folder.events))
         if self.resumption is not None:
             self._resume(self.resumption)
         else:
@@ -166,11 +214,28 @@ class RealWorld:
     # -- commands ------------------------------------------------------------------------------------------------
 
     def _run_step(self, step: int) -> None:
-        record = self.phases.run(step)
+        try:
+            self.observer.before_step(step, self.job.plan)
+            record = self.phases.run(step, self.changing.between)
+        except (NereusError, ChangeBroken) as error:
+            whole, self.phases.updating = not self.phases.updating, False
+            event = self.losses.hit(error, whole=whole)
+            if event is not None:
+                self._queue.append(replace(event, whole=whole))
+                return
+            self.losses.mend(step)  # the change that tore the world is over without effect: the step once more
+            self.changing.transaction = None
+            record = self.phases.run(step)
+        self._step_done(record)
+        if self.changing.command is not None:
+            self._finish_change()
+
+    def _step_done(self, record: StepRecord) -> None:
+        step = record.step
+        memory = self._asked(record)
         self.records.append(record)
         self._step = step
         self._save(record)
-        memory = self.pool.call_all("memory")
         for slot, facts in memory.items():
             record.metrics[f"perf/ledger_bytes/slot_{slot}"] = float(max(facts.peaks.values(), default=0))
             record.metrics[f"perf/resident_bytes/slot_{slot}"] = float(facts.resident_bytes)
@@ -184,10 +249,11 @@ class RealWorld:
             "plan/state_version": float(self.job.state_version),
             "fleet/slots": float(len(self.pool.numbers)),
         }
-        done = self.changes[-1] if self.changes and self.changes[-1].step == step else None
+        changes = self.changing.done
+        done = changes[-1] if changes and changes[-1].step == step else None
         record.metrics["timing_s/transition"] = done.pause_seconds if done else 0.0
         before = self.resumption.applied_count if self.resumption else 0
-        record.metrics["transition/count"] = float(before + len(self.changes))
+        record.metrics["transition/count"] = float(before + len(changes))
         if done and done.moved:
             record.metrics["transition/planned_bytes"] = float(done.moved.planned_bytes)
             record.metrics["transition/counted_bytes"] = float(done.moved.counted_bytes)
@@ -203,7 +269,36 @@ class RealWorld:
         )
         self.metrics.write(step, record.metrics)
         self.display.step(record.metrics, str(self.job.plan))
-        self._queue.append(StepFinished(at_seconds=time.time(), step=step, step_seconds=record.seconds["step"]))
+        self._queue.extend(self.schedule.before(step + 1))
+        self._queue.append(self._observed(record))
+
+    def _asked(self, record: StepRecord) -> dict[int, Any]:
+        """What the slots say after a step. Where one has died since, the step stands and the next one finds the loss."""
+        try:
+            self.observer.after_step(record, self.job.plan)
+            return self.pool.call_all("memory")
+        except SlotFailed as error:
+            self.display.note(f"after step {record.step}: {str(error)[:200]}")
+            return {}
+
+    def _observed(self, record: StepRecord) -> StepObserved:
+        """The step as an event: its seconds are those of its phases, without what of a change ran between them."""
+        told, batch, profile = self.observer.told or {}, record.batch, self.observer.state.profile
+        assert batch is not None, "a step has a batch"
+        phases = told.get("seconds") or measured_phases(record.seconds)
+        news, self._profile = profile if profile != self._profile else None, profile
+        return StepObserved(
+            at_seconds=time.time(),
+            step=record.step,
+            step_seconds=sum(phases.values()),
+            tokens=round(record.metrics["perf/total_num_tokens"]),
+            plan_id=self.job.plan.plan_id,
+            phase_seconds=phases,
+            batch=batch,
+            peak_bytes=told.get("peak_bytes", {}),
+            fresh=tuple(told.get("fresh", ())),
+            profile=news,
+        )
 
     def _save(self, record: StepRecord) -> None:
         """What of a checkpoint stops the step's slots counts as part of the step, as in verl's metrics."""
@@ -219,50 +314,83 @@ class RealWorld:
             "perf/throughput": tokens / (record.seconds["step"] * slots),
         }
 
-    def _change(self, command: ChangePlan) -> None:
-        self.checkpoints.settle()
-        self._transitions += 1
-        name = f"t{self._transitions}"
-        before, after = str(self.job.plan), str(command.plan)
-        facts: dict[str, Any] = {"transition": name, "step": command.step, "from": before, "to": after}
-        self.journal.append("transition_started", reason=command.reason, plan=plan_record(command.plan), **facts)
-        record = ChangeRecord(transition=name, step=command.step)
+    def _finish_change(self) -> None:
+        """Carries out what was prepared."""
+        transaction = self.changing.transaction
         try:
-            change_plan(self.job, command.plan, record, self.journal)
-        except ChangeUndone as error:
-            self.journal.append("transition_failed", reason=str(error), **facts)
-            self.display.note(f"transition {name} was undone: {error}")
-            self._queue.append(TransitionFailed(at_seconds=time.time(), plan=command.plan, reason=str(error)))
+            self._queue.append(self.changing.finish())
+        except (NereusError, ChangeBroken) as error:
+            self._hit(error, whole=True)
             return
-        self.changes.append(record)
-        moved = record.moved
-        done: dict[str, Any] = {
-            **facts,
-            "state_version": record.state_version,
-            "digests": record.digests,
-            "seconds": record.seconds,
-            "pause_seconds": record.pause_seconds,
-            "planned_bytes": moved.planned_bytes if moved else 0,
-            "counted_bytes": moved.counted_bytes if moved else 0,
-            "staged_bytes": moved.staged_bytes if moved else 0,
-            "sent_bytes": moved.sent_bytes if moved else {},
-            "received_bytes": moved.received_bytes if moved else {},
-        }
-        self.journal.append("transition_done", **done)
-        self.display.transition(done)
+        if transaction is not None:
+            self.observer.changed(transaction)
+
+    def _hit(self, error: NereusError | ChangeBroken, *, whole: bool) -> None:
+        """Between steps: slots are lost, or only their world is torn, which is mended here."""
+        event = self.losses.hit(error, whole=whole)
+        if event is not None:
+            self._queue.append(event)
+            return
+        committed = self.losses.mend(self._step + 1)
+        self._queue.append(self.changing.stands() if committed else self.changing.failed())
+
+    def _relaunch(self, command: Relaunch) -> None:
+        """As a stop and a resume: all processes anew, all state from the newest checkpoint."""
+        started, job = time.monotonic(), self.job
+        if command.torn:
+            self.checkpoints.abandon()
+        else:
+            self.display.phase("saving a checkpoint")
+            self.checkpoints.at_end(self._step)
+        self.losses.standing = self.changing.command = self.changing.transaction = None
+        self.display.phase("restarting the slots")
+        self.pool.restart(command.slots)
+        job.plan, job.sync = command.plan, None
+        job.config = replace(job.config, fleet=replace(job.config.fleet, slots=command.slots))
+        job.idle_groups.clear()
+        self.pool.call_all("configure", self.config, str(self.folder.model))
+        found, version = newest_good(self.folder.checkpoints), job.state_version
+        other_states(job, restore(job, found.path, found.manifest))
+        job.state_version = max(version, job.state_version)
+        start_generation(job)
+        job.plan_sync()
+        self._step = self.checkpoints.saved_step = found.manifest.step
+        self.journal.append(
+            "recovered",
+            sync=True,
+            slots=command.slots,
+            plan_id=job.plan.plan_id,
+            plan_text=str(job.plan),
+            state_version=job.state_version,
+            next_step=self._step + 1,
+            sources=dict.fromkeys((emu_name(s) for _, s in job.plan.stages() if s.stage != "generate"), "checkpoint"),
+            digests=self._digests(),
+        )
         self._queue.append(
-            TransitionDone(
+            Recovered(
                 at_seconds=time.time(),
                 plan=command.plan,
-                state_version=record.state_version,
-                pause_seconds=record.pause_seconds,
+                slots=command.slots,
+                next_step=self._step + 1,
+                state_version=job.state_version,
+                pause_seconds=time.monotonic() - started,
             )
         )
 
-
-def plan_record(plan: Plan) -> dict[str, object]:
-    """The plan as JSON holds it."""
-    return {name: asdict(stage) for name, stage in plan.stages()}
+    def _recover(self, command: Recover) -> None:
+        started = time.monotonic()
+        if self.losses.standing is None:  # nothing was lost: slots leave or join, from a state that stands
+            self.losses.standing = Standing(plan=self.job.plan, committed=False, whole=True, snapshots={})
+            for slot in self.pool.admit() if not command.lost_slots else ():
+                self.pool.call("configure", {slot: (self.config, str(self.folder.model))})
+        try:
+            event = self.losses.recover(command, self._step + 1)
+        except SlotFailed as error:  # another one, while nothing was in its place
+            self._hit(error, whole=False)
+            return
+        self._step = event.next_step - 1
+        took = time.monotonic() - started
+        self._queue.append(replace(event, state_version=self.job.state_version, pause_seconds=took))
 
 
 def other_states(job: Job, names: Sequence[str] = ("reference_infer", "critic_train")) -> None:

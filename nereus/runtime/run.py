@@ -20,7 +20,8 @@ from nereus.runtime.phases import task_of
 from nereus.runtime.pool import SlotPool
 from nereus.runtime.real import RealWorld, Stop
 from nereus.runtime.rollouts import recorded_steps
-from nereus.world import drive
+from nereus.runtime.steering import Steering
+from nereus.world import Commander, drive
 
 
 def check_job(config: Config, rollouts: Path | None, first_step: int = 1) -> None:
@@ -91,11 +92,27 @@ def run_job(
                 recorded=None if rollouts is None else RunFolder(path=rollouts).rollouts,
                 resumption=resumption,
             )
-            drive(Controller(config), world)
+            ending.callback(world.searches.close)
+            drive(commander(world, ending), world)
         except (NereusError, KeyboardInterrupt) as error:
             reason = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
             journal.append("run_stopped", reason=reason, error=str(error), sync=True)
             raise
+
+
+def commander(world: RealWorld, ending: ExitStack) -> Commander:
+    """Who decides: the script of the configuration, or the controller of `nereus.policy`, closed when the run ends."""
+    if world.config.nereus.policy == "script":
+        return Controller(world.config)
+    steering = Steering(
+        config=world.config,
+        plan=world.job.plan,
+        journal=world.journal,
+        beliefs=lambda: world.observer.state,
+        hosts=lambda: world.pool.hosts,
+    )
+    ending.callback(steering.close)
+    return steering
 
 
 def journal_start(journal: Journal, config: Config, rollouts: Path | None, resumption: Resumption | None) -> None:

@@ -123,6 +123,22 @@ def write_file(path: Path, boxes: Sequence[StoredBox], data: Iterable[Bytes]) ->
     return size_bytes, seen.hexdigest()
 
 
+def mapped(path: Path, shards: Sequence[Shard]) -> dict[Shard, Tensor]:
+    """The shards that `write_file` wrote whole and in this order, as tensors over the file's pages; never written to.
+
+    OSError where the file is gone. Types of more bytes must come first, so that all are aligned.
+    """
+    boxes = [Part(shard=shard, box=shard.box).stored for shard in shards]
+    data = np.memmap(path, dtype=np.uint8, mode="c", offset=len(header(boxes)))
+    found: dict[Shard, Tensor] = {}
+    at = 0
+    for shard, stored in zip(shards, boxes, strict=True):
+        flat = torch.from_numpy(data[at : at + stored.size_bytes]).view(getattr(torch, shard.dtype))
+        found[shard] = flat.view(shard.box.shape)
+        at += stored.size_bytes
+    return found
+
+
 def _pieces(head: bytes, data: Iterable[Bytes]) -> Iterator[memoryview]:
     yield memoryview(head)
     for array in data:

@@ -6,9 +6,10 @@ called on every slot of the stage (or world) they name, in the same order.
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -19,11 +20,11 @@ from nereus.checkpoint import Part, Read
 from nereus.config import Config
 from nereus.engines.megatron import cpu
 from nereus.engines.megatron.engine import TrainEngine, adam_of
+from nereus.engines.megatron.groups import ModelGroups
 from nereus.engines.megatron.steps import forward, train
 from nereus.engines.vllm.boot import boot
 from nereus.engines.vllm.engine import GenerationEngine
 from nereus.engines.world import Census, ProcessWorld, census
-from nereus.errors import SlotOutOfMemory
 from nereus.interchange import start
 from nereus.layout import StagePlan
 from nereus.model import models_of, seed_of
@@ -31,13 +32,18 @@ from nereus.rl.batch import Batch, over_tensors
 from nereus.rollout import Completion, Request
 from nereus.runtime import fabric, state
 from nereus.runtime.fabric import Program, Traffic
+from nereus.runtime.job import GroupKey
 from nereus.runtime.ledger import ActivationMeter, Ledger, resident_bytes, settle
 from nereus.runtime.messages import PhaseResult, SlotMemory
 from nereus.runtime.objective import Objective
-from nereus.runtime.shards import Reader, SaveStarted, SaveState, Writing, fill, written
+from nereus.runtime.shards import Reader, SaveStarted, SaveState, Writing, fill
+from nereus.runtime.slot_save import SNAPSHOT, save
+from nereus.runtime.slot_sync import run_sync
+from nereus.runtime.transformation import OLD, Performed, SlotChange, Transformation, room_of, snapshot_name
 from nereus.storage import MOMENTS, Shard, emu_name
+from nereus.transitions.planned import SlotRoom
+from nereus.transitions.programs import Task
 
-SNAPSHOT = "checkpoint.snapshot"
 IDLE_GROUPS = 4  # of slots that no stage runs on, kept because plans come back
 LOGIT_COPIES = 6  # of [rows, S, local vocabulary] float32: raw, scaled, masked, shifted, exp, log-probabilities
 
@@ -53,8 +59,12 @@ class Slot:
         self.world: ProcessWorld | None = None
         self.generation: GenerationEngine | None = None
         self.live: dict[str, TrainEngine] = {}
+        self.idle_groups: dict[GroupKey, ModelGroups] = {}
         self._writing: Writing | SaveState | None = None
+        self._changing: Transformation | None = None
+        self._retreated: dict[str, int] | None = None
         settle()
+        gc.freeze()  # what was imported stays: collections look at what the job makes
         self._baseline_bytes = resident_bytes()
         self.configure(Config(), ".")
 
@@ -64,14 +74,14 @@ class Slot:
         if isinstance(self._writing, Writing):
             self._writing.join(self.config.fleet.phase_timeout_seconds)
         self._writing = None
-        for name in list(self.live):
-            self.live.pop(name).close()
+        self._close_engines()
         self.config, self.model_folder = config, Path(model_folder)
         self.specs = models_of(config.model)
         self.store: dict[str, state.Store] = {}
         self.steps: dict[str, int] = {}
         self._sync: tuple[Program, ...] = ()
         self._used: set[tuple[str, str]] = set()
+        self.on_task: Callable[[Task], None] | None = None
         self.ledger = Ledger(slot=self.number, budget_bytes=config.fleet.slot_budget_bytes)
         settle()
         # what an earlier job left in this process: the allocator's and the libraries' own tables
@@ -79,6 +89,7 @@ class Slot:
 
     def join(self, size: int, address: str, port: int, timeout_seconds: float) -> None:
         """Collective over all slots: forms the world."""
+        self._retreated = None
         with self.ledger.measured("overhead.world"):
             self.world = ProcessWorld(
                 rank=self.number,
@@ -88,17 +99,65 @@ class Slot:
                 timeout_seconds=timeout_seconds,
             )
 
+    def _close_engines(self) -> None:
+        if self._changing is not None:
+            self._changing.abandon()
+            self._changing = None
+        for name in list(self.live):
+            self.live.pop(name).close()
+        for groups in self.idle_groups.values():
+            groups.close()
+        self.idle_groups.clear()
+
     def leave(self) -> None:
         """Closes everything that is live and the world; detached state stays."""
         self.stop_generation()
-        for name in list(self.live):
-            self.live.pop(name).close()
+        self._close_engines()
+        self.tear()
+
+    def renumber(self, number: int) -> None:
+        """Another number, in no world: slots before this one are gone."""
+        self.number = self.ledger.slot = number
+
+    def tear(self) -> None:
+        """Destroys every group of this process, so that a peer that waits for it is told at once; state stays."""
+        self.stop_generation()
         if self.world is not None:
             self.world.close()
             self.world = None
 
+    def retreat(self, committed: bool, label: str) -> dict[str, int]:
+        """Takes all engines apart; the state of the version that stands is detached, not copied. Returns its steps.
+
+        Local, so that it may follow the loss of a peer: the world is left, and peers that wait for this slot are told at
+        once (models hold groups open, so they go too). Until a world is joined again a second call changes nothing. The
+        optimizer steps are by EMU.
+        """
+        if self._retreated is not None:
+            return self._retreated
+        changing, self._changing = self._changing, None
+        engines = dict(self.live) if changing is None else changing.newest(committed=committed)
+        self.store[label] = {}
+        self._retreated = {}
+        for emu, engine in engines.items():
+            engine.bring_back()
+            self.store[label].update(engine.views())
+            self._retreated[emu] = engine.optimizer_steps
+            engine.close()
+        engines.clear()
+        self.live.clear()
+        del changing
+        self._close_engines()
+        self.tear()
+        gc.collect()
+        kept = ("overhead.process", "overhead.first_use")
+        self.ledger.held = {name: size for name, size in self.ledger.held.items() if name.startswith(kept)}
+        self.ledger.hold(f"detached.{label}", state.size_bytes(self.store[label]))
+        return self._retreated
+
     @property
-    def _joined(self) -> ProcessWorld:
+    def joined(self) -> ProcessWorld:
+        """The world of the live slots; RuntimeError before `join` and after `leave`."""
         if self.world is None:
             raise RuntimeError(f"slot {self.number} has not joined a world")
         return self.world
@@ -107,15 +166,15 @@ class Slot:
         self, rank_sets: tuple[tuple[int, ...], ...], group_count: int, used: frozenset[tuple[int, ...]] = frozenset()
     ) -> int:
         """Collective over all slots, before groups are built: equal names from here on, and a group per rank set."""
-        self._joined.align_group_count(group_count)
+        self.joined.align_group_count(group_count)
         for ranks in rank_sets:
-            self._joined.sub(ranks)
-        self._joined.forget_idle({*used, *rank_sets}, IDLE_GROUPS)
-        return self._joined.group_count
+            self.joined.sub(ranks)
+        self.joined.forget_idle({*used, *rank_sets}, IDLE_GROUPS)
+        return self.joined.group_count
 
     def group_count(self) -> int:
         """The counter behind the names of groups: `align` takes the largest over the slots."""
-        return self._joined.group_count
+        return self.joined.group_count
 
     # -- state ---------------------------------------------------------------------------------------------------
 
@@ -133,24 +192,12 @@ class Slot:
         self.store.setdefault(label, {}).update(made)
         self.ledger.hold(f"detached.{label}", state.size_bytes(self.store[label]))
 
-    def drop(self, label: str) -> None:
-        """Forgets detached state."""
-        self.store.pop(label, None)
+    def drop(self, label: str, emu: str = "") -> None:
+        """Forgets detached state, of one EMU or all."""
+        held = self.store.pop(label, {})
         self.ledger.release(f"detached.{label}")
-
-    def detach(self, emu: str, label: str) -> None:
-        """Copies a live EMU's state to plain tensors and takes the engine apart. Does nothing where it is not live."""
-        engine = self.live.get(emu)
-        if engine is None:
-            return
-        views = engine.views()
-        self.ledger.hold(f"detached.{label}", self.ledger.held.get(f"detached.{label}", 0) + state.size_bytes(views))
-        self.store.setdefault(label, {}).update({shard: view.clone() for shard, view in views.items()})
-        self.steps[emu] = engine.optimizer_steps
-        del views, self.live[emu]
-        engine.close()
-        self.ledger.release(emu)
-        self.ledger.release(f"overhead.{emu}")
+        if emu and (left := {shard: data for shard, data in held.items() if shard.emu != emu}):
+            self._keep(label, left)
 
     def attach(self, stage: StagePlan, label: str, optimizer_steps: int) -> None:
         """Collective over the stage's slots: builds the engine and fills it from detached state; others do nothing.
@@ -163,7 +210,7 @@ class Slot:
         trained = stage.stage == "train"
         adam = adam_of(self.config.algorithm, stage.model) if trained else None
         with self.ledger.measured(f"overhead.{emu}"):
-            engine = TrainEngine(self._joined, self.specs[stage.model], stage, self.number, adam)
+            engine = TrainEngine(self.joined, self.specs[stage.model], stage, self.number, adam)
             self.ledger.hold_all(emu, engine.resident_bytes())
         held = self.store.get(label, {})
         with torch.no_grad():
@@ -172,7 +219,7 @@ class Slot:
         engine.optimizer_steps = optimizer_steps
         self.steps[emu] = optimizer_steps
         self.live[emu] = engine
-        self._used = {used for used in self._used if used[0] != emu}
+        self.forget_use(emu)
         self.ledger.hold(f"detached.{label}", state.size_bytes(held))
 
     def move(self, program: Program, emus: tuple[str, ...], source_label: str, target_label: str) -> Traffic:
@@ -185,19 +232,31 @@ class Slot:
         added = sum(s.size_bytes for s in missing)
         self.ledger.hold(f"detached.{target_label}", self.ledger.held.get(f"detached.{target_label}", 0) + added)
         self.store.setdefault(target_label, {}).update(state.empty(missing))
-        with self.ledger.during("staging", self._staging(program)):
+        with self.ledger.during("staging", fabric.staging_bytes(program)):
             return fabric.run(program, sources, self.store[target_label])
-
-    @staticmethod
-    def _staging(program: Program) -> int:
-        return 2 * max((b.size_bytes for b in program.buckets), default=0)
 
     def _sources(self, emus: tuple[str, ...], label: str) -> dict[Shard, Tensor]:
         found: dict[Shard, Tensor] = {s: t for s, t in self.store.get(label, {}).items() if s.emu in emus}
         for emu in emus:
             if emu in self.live:
-                found.update(self.live[emu].views())
+                found.update(self.views(emu))
         return found
+
+    def views(self, emu: str) -> dict[Shard, Tensor]:
+        """The live state of an EMU; what waits in host memory comes back first."""
+        engine = self.live[emu]
+        if engine.bring_back():
+            self.ledger.hold_all(emu, engine.resident_bytes())
+        return engine.views()
+
+    def offload(self, emu: str, folder: str) -> int:
+        """The weights of an inference-only stage wait in host memory until they are next asked for; the bytes."""
+        if emu not in self.live:
+            return 0
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        size_bytes = self.live[emu].offload(Path(folder) / f"offloaded-{snapshot_name(emu, self.number)}")
+        self.ledger.release(emu)
+        return size_bytes
 
     def digests(self, emus: tuple[str, ...], label: str) -> dict[Shard, int]:
         """The digest of every shard that this slot holds of `emus`, live or detached under `label`."""
@@ -232,24 +291,14 @@ class Slot:
 
         Where the budget has no room for the copy the file is written here and now. What comes of it: `save_state`.
         """
-        sources = self._sources(tuple(self.live), "")
         limit_bytes = max(self.config.transfer.bucket_bytes // 2, 1)
-        reader = Reader(parts, sources, self._full_shape, limit_bytes)
-        boxes = tuple(part.stored for part in parts)
-        copy_bytes = sum(stored.size_bytes for stored in boxes)
-        with self.ledger.in_phase("save_checkpoint"):
-            try:
-                if state.device().type == "cpu":  # else the copy is not in the memory that the budget counts
-                    self.ledger.hold(SNAPSHOT, copy_bytes)
-            except SlotOutOfMemory as error:
-                with self.ledger.during("staging", limit_bytes):
-                    self._writing = written(Path(path), boxes, reader.data())
-                return SaveStarted(boxes=reader.boxes, reason=str(error))
-            copied = list(reader.data())
-        self._writing = Writing(Path(path), boxes, copied)
-        return SaveStarted(boxes=reader.boxes)
+        reader = Reader(parts, self._sources(tuple(self.live), ""), self.full_shape, limit_bytes)
+        on_budget = state.device().type == "cpu"  # else the copy is not in the memory that the budget counts
+        self._writing, started = save(Path(path), parts, reader, self.ledger, limit_bytes, counted=on_budget)
+        return started
 
-    def _full_shape(self, shard: Shard) -> tuple[int, ...]:
+    def full_shape(self, shard: Shard) -> tuple[int, ...]:
+        """The shape of the whole tensor that a shard is of."""
         return self.specs[shard.emu.split(".", maxsplit=1)[0]].tensor(shard.tensor).shape
 
     def save_state(self) -> SaveState:
@@ -269,6 +318,51 @@ class Slot:
         limit_bytes = max(self.config.transfer.bucket_bytes // 2, 1)
         with self.ledger.during("staging", limit_bytes):
             return fill(Path(folder), reads, made, limit_bytes)
+
+    # -- changes of plan -----------------------------------------------------------------------------------------
+
+    def begin_change(self, change: SlotChange) -> None:
+        """Learns this slot's part of a change of plan."""
+        if self._changing is not None:
+            raise RuntimeError(f"slot {self.number} is in a change already")
+        self._changing = Transformation(self, change)
+
+    def perform(self, tasks: tuple[Task, ...], committed: bool) -> Performed:
+        """Carries out tasks of the change; some wait for other slots, so all slots of a stretch are called at once.
+
+        When one fails this slot retreats, to the new version where the change is `committed`.
+        """
+        if self._changing is None:
+            raise RuntimeError(f"slot {self.number} is in no change")
+        performed = self._changing.perform(tasks)
+        if performed.failed is not None:
+            self.retreat(committed, OLD)
+        return performed
+
+    def before_task(self, task: Task) -> None:
+        """Where tests make a slot fail."""
+        if self.on_task is not None:
+            self.on_task(task)
+
+    def finish_change(self) -> None:
+        """The change is over."""
+        if self._changing is not None:
+            self._changing.finish()
+            self._changing = None
+
+    def abandon_change(self) -> None:
+        """The change is undone before anything was dropped: next engines go."""
+        if self._changing is not None:
+            self._changing.abandon()
+            self._changing = None
+
+    def forget_use(self, emu: str) -> None:
+        """A new engine of the EMU has run no phase yet."""
+        self._used = {used for used in self._used if used[0] != emu}
+
+    def room(self) -> SlotRoom:
+        """What a change of plan may count on."""
+        return room_of(self.ledger)
 
     # -- phases --------------------------------------------------------------------------------------------------
 
@@ -299,6 +393,8 @@ class Slot:
         """Collective over the stage: what the model says about this slot's share of the batch."""
         engine = self.live[emu]
         with self._first_use(emu, phase), self.ledger.in_phase(phase):
+            if engine.bring_back():
+                self.ledger.hold_all(emu, engine.resident_bytes())
             rng = self._seed(emu)
             self.ledger.touch("logits", self._logit_bytes(engine, share, micro_batch))
             share = over_tensors(share, lambda tensor: tensor.to(state.device()))
@@ -337,7 +433,7 @@ class Slot:
         self._used.discard(("actor.generate", "gen"))
         with self.ledger.measured("overhead.actor.generate"):
             self.generation = GenerationEngine(
-                world=self._joined,
+                world=self.joined,
                 group_ranks=stage.slots,
                 tp=stage.layout.tp,
                 model_folder=self.model_folder,
@@ -366,37 +462,7 @@ class Slot:
         Receiving slots offer each layer to vLLM while the next one travels; slots without an engine only send.
         `poison` fills what is not the slot's own with NaN (tests).
         """
-        traffic = Traffic()
-        sources = self._sources((emu,), "")
-        layers = self._sync_layers(sources, traffic)
-        with self.ledger.in_phase("update_weights"), self.ledger.during("staging", self._sync_staging()):
-            if self.generation is None:
-                for _ in layers:
-                    pass
-            else:
-                self.generation.load(layers, poison=poison)
-        return traffic
-
-    def _sync_staging(self) -> int:
-        return max((self._staging(p) + sum(s.size_bytes for s in p.wanted) for p in self._sync), default=0)
-
-    def _sync_layers(
-        self, sources: Mapping[Shard, Tensor], traffic: Traffic
-    ) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...], Tensor]]:
-        spec = self.specs["actor"]
-        given: set[str] = set()
-        for program in self._sync:
-            targets = state.empty(program.wanted)
-            part = fabric.run(program, sources, targets)
-            part.staged_bytes += state.size_bytes(targets)
-            traffic.add(part)
-            for shard, data in targets.items():
-                given.add(shard.tensor)
-                yield shard.tensor, spec.tensor(shard.tensor).shape, shard.box.start, data
-        for tensor in spec.tensors:  # a rank without rows of the vocabulary offers an empty box
-            if self.generation is not None and tensor.name not in given:
-                empty = torch.empty(0, tensor.shape[-1], device=state.device())
-                yield tensor.name, tensor.shape, (*tensor.shape[:1], 0), empty
+        return run_sync(self, self._sync, self._sources((emu,), ""), poison=poison)
 
     def generate(self, requests: list[Request]) -> list[Completion]:
         """Collective over the slots of one engine, which are given the same requests; others return nothing."""

@@ -10,27 +10,36 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from itertools import pairwise
+from typing import get_args
 
+import numpy as np
+
+from nereus.errors import ConfigError
 from nereus.transitions.change import Change, Hop, Residency
 from nereus.transitions.durations import Durations
 from nereus.transitions.graph import (
     EDGE_KINDS,
     MOVES,
+    PLACES,
     EdgeKind,
     Kind,
     Operation,
     Place,
     TransitionGraph,
     edges_of,
+    grouped,
     lane_id,
 )
 from nereus.transitions.order import Lane, merged
 from nereus.transitions.room import FlowPiece, RoomPlan, plan_room, snapshots, stays
 
+BEFORE_PAUSE = tuple(kind for kind in get_args(Kind) if kind not in ("quiesce", "commit", "activate", "destroy_groups"))
 FROZEN_EARLY = frozenset((*MOVES, "copy", "arrive", "verify"))
+IDLE_EARLY = frozenset(("quiesce", "release"))
+OUTSIDE, INTERLEAVED, PAUSE = range(len(PLACES))
 Key = tuple[str, Lane]
-Pairs = dict[EdgeKind, list[tuple[int, int]]]
+Ends = tuple[list[int], list[int]]
+"""Of edges: the operations before and the operations after."""
 
 
 def assemble(change: Change, durations: Durations) -> TransitionGraph:
@@ -39,6 +48,10 @@ def assemble(change: Change, durations: Durations) -> TransitionGraph:
     `nereus.transitions.proof.check` proves it independently of what is done here.
     """
     change.validate()
+    for name in ("early", "outside"):
+        for kind in getattr(change, name):
+            if kind not in BEFORE_PAUSE:
+                raise ConfigError(name, kind, f"kinds that may come before the pause: {', '.join(BEFORE_PAUSE)}")
     return _Builder(change, durations, plan_room(change)).graph()
 
 
@@ -69,9 +82,11 @@ class _Builder:
         self.change, self.durations, self.room = change, durations, room
         self.emus = {emu.emu: emu for emu in change.emus}
         self.frozen = {emu.emu for emu in change.emus if emu.frozen and emu.mode == "beside"}
+        self.idle = {emu.emu for emu in change.emus if emu.idle}
+        self.through = change.through()
         self.places = {(r.emu, r.lane): r for r in change.residencies}
         self.operations: list[_Draft] = []
-        self.pairs: Pairs = {kind: [] for kind in EDGE_KINDS}
+        self.ends: dict[EdgeKind, Ends] = {kind: ([], []) for kind in EDGE_KINDS}
         self.lanes: dict[Lane, list[int]] = defaultdict(list)
         self.quiesced: dict[Key, int] = {}
         self.verified: dict[Key, int] = {}
@@ -82,7 +97,11 @@ class _Builder:
         self.parking: dict[int, int] = {}
         self.unparked: dict[int, int] = {}
         self.snapshots: list[int] = []
+        self.snapped: dict[Key, int] = {}
+        self.shell_rooms: dict[Key, list[int]] = defaultdict(list)
+        self.filled: dict[Key, list[int]] = defaultdict(list)
         self.groups: list[int] = []
+        self.blank: dict[Key, int] = {}
         self.late: set[int] = set()
 
     def graph(self) -> TransitionGraph:
@@ -95,7 +114,8 @@ class _Builder:
         built = self._build_groups()
         commit = self._add("commit")
         self._after_commit(commit)
-        self._activate(commit, built, self._blank())
+        self._blank()
+        self._activate(commit, built)
         self._commit_follows(commit)
         self._chain_groups()
         return self._ordered()
@@ -108,7 +128,9 @@ class _Builder:
         return index
 
     def _edge(self, before: int, after: int) -> None:
-        self.pairs["data"].append((before, after))
+        before_all, after_all = self.ends["data"]
+        before_all.append(before)
+        after_all.append(after)
 
     def _still(self, emu: str, lane: Lane, after: int) -> None:
         """`after` waits until no step touches the EMU on the lane; frozen state is not touched anyway."""
@@ -132,15 +154,13 @@ class _Builder:
             self._edge(self.quiesced[emu, lane], copy)
             self._edge(copy, self.secured[emu])
             self.snapshots.append(room)
+            self.snapped[emu, lane] = copy
 
     def _claim_and_release(self) -> None:
         """The steps of the order; a parked release is staged out first."""
         for step in self.room.steps:
             if step.kind == "claim":
-                claim, piece = self.room.claims[step.index], self.room.claim_pieces.get(step.index)
-                peer = self.change.flows[piece.flow_index] if piece else None
-                more = {"peer": peer.source, "start": piece.start, "hop": peer.hop} if piece and peer else {}
-                self.claimed[step.index] = self._add("allocate", claim.name, (step.lane,), claim.size_bytes, **more)
+                self._claim(step.index)
             elif step.kind == "release":
                 self._release(step.index)
             elif step.kind == "park":
@@ -149,6 +169,20 @@ class _Builder:
                 room = self.operations[self.parking[step.index]]
                 more = {"note": room.note, "start": room.start}
                 self.unparked[step.index] = self._add("release", room.emu, room.lanes, room.size_bytes, **more)
+
+    def _claim(self, index: int) -> None:
+        """Room for state; that of a shell comes with its blank memory."""
+        claim, piece = self.room.claims[index], self.room.claim_pieces.get(index)
+        emu, lane, size = claim.name, claim.lane, claim.size_bytes
+        peer = self.change.flows[piece.flow_index] if piece else None
+        more = {"peer": peer.source, "start": piece.start, "hop": peer.hop} if piece and peer else {}
+        blank = self.places[emu, lane].blank_target_bytes if self.emus[emu].shell and lane >= 0 else 0
+        if blank:
+            self.blank[emu, lane] = self._add("allocate", emu, (lane,), blank, note="blank")
+            self.shell_rooms[emu, lane].append(self.blank[emu, lane])
+        if size > blank:
+            self.claimed[index] = self._add("allocate", emu, (lane,), size - blank, **more)
+            self.shell_rooms[emu, lane].append(self.claimed[index])
 
     def _release(self, index: int) -> int:
         release, piece = self.room.releases[index], self.room.release_pieces.get(index)
@@ -183,12 +217,11 @@ class _Builder:
         """The pieces of the flows; relays after all that their source receives in lower hops."""
         incoming: dict[Key, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
         relays: dict[tuple[str, Lane, int], list[int]] = defaultdict(list)
-        self.arriving: dict[Key, list[int]] = defaultdict(list)
         for piece in self.room.pieces:
             flow = self.change.flows[piece.flow_index]
             move = self._move_piece(piece)
             incoming[flow.emu, flow.destination][flow.hop].append(move)
-            self.arriving[flow.emu, flow.destination].append(move)
+            self.filled[flow.emu, flow.destination].append(move)
             if flow.hop:
                 relays[flow.emu, flow.source, flow.hop].append(move)
         for (emu, lane, hop), moves in relays.items():
@@ -201,13 +234,16 @@ class _Builder:
     def _move_piece(self, piece: FlowPiece) -> int:
         flow = self.change.flows[piece.flow_index]
         parked = self.staged.get(piece.release_index) if piece.release_index is not None else None
-        via = parked[1] if parked else None
+        snapshot = self._snapshot_of(flow.emu, flow.source) if flow.hop == 0 else None
+        via = parked[1] if parked else self.operations[snapshot].lanes[1] if snapshot is not None else None
         read = flow.source if via is None else via
         kind: Kind = "stage_in" if read < 0 else "stage_out" if flow.destination < 0 else "transfer"
         lanes = (flow.source, flow.destination)
         move = self._add(kind, flow.emu, lanes, piece.size_bytes, start=piece.start, hop=flow.hop, via=via)
         self._edge(self.claimed[piece.claim_index], move)
-        if flow.hop == 0:
+        if snapshot is not None:
+            self._edge(snapshot, move)
+        elif flow.hop == 0:
             self._still(flow.emu, flow.source, move)
         if parked and piece.release_index is not None:
             self._edge(parked[0], move)
@@ -216,24 +252,34 @@ class _Builder:
             self._edge(move, self.released[piece.release_index])
         return move
 
+    def _snapshot_of(self, emu: str, lane: Lane) -> int | None:
+        """The stage_out of the snapshot that is read in place of the lane's old bytes, if one is."""
+        return self.snapped.get((emu, lane)) if emu in self.through else None
+
     def _copy_and_verify(self) -> None:
         for key, r in self.places.items():
             beside = self.emus[r.emu].mode == "beside"
             size = 0 if stays(r) else r.kept_bytes if beside else r.copied_bytes
-            copy = self._copy(key, r, size) if size else None
+            if size:
+                self.filled[key].append(self._copy(key, r, size))
             if not r.target_bytes:
                 continue
             self.verified[key] = self._add("verify", r.emu, (r.lane,), r.target_bytes)
             self._still(r.emu, r.lane, self.verified[key])
-            for before in (*self.arriving.get(key, ()), *([copy] if copy is not None else [])):
+            for before in self.filled.get(key, ()):
                 self._edge(before, self.verified[key])
 
     def _copy(self, key: Key, r: Residency, size: int) -> int:
         release = self.room.copy_releases.get(key)
         parked = self.staged.get(release) if release is not None else None
-        copy = self._add("copy", r.emu, (r.lane,), size, via=parked[1] if parked else None)
+        snapshot = self._snapshot_of(*key)
+        via = parked[1] if parked else self.operations[snapshot].lanes[1] if snapshot is not None else None
+        copy = self._add("copy", r.emu, (r.lane,), size, via=via)
         self._edge(self.claimed[self.room.whole_claims[key]], copy)
-        self._still(r.emu, r.lane, copy)
+        if snapshot is not None:
+            self._edge(snapshot, copy)
+        else:
+            self._still(r.emu, r.lane, copy)
         if parked and release is not None:
             self._edge(parked[0], copy)
             self._edge(copy, self.unparked[release])
@@ -266,6 +312,8 @@ class _Builder:
             size = r.present_bytes if mode == "beside" else r.present_bytes - r.kept_bytes + r.copied_bytes
             if size and not stays(r) and (mode == "beside" or (mode == "snapshot" and r.lane < 0)):
                 self._late(commit, self._add("release", r.emu, (r.lane,), size))
+            if r.blank_present_bytes and mode == "beside" and self.emus[r.emu].shell:
+                self._late(commit, self._add("release", r.emu, (r.lane,), r.blank_present_bytes, note="blank"))
         for room in self.snapshots:
             taken = self.operations[room]
             self._late(commit, self._add("release", taken.emu, taken.lanes, taken.size_bytes, note=taken.note))
@@ -279,41 +327,52 @@ class _Builder:
         self.late.add(operation)
         self._edge(commit, operation)
 
-    def _blank(self) -> dict[Key, int]:
+    def _blank(self) -> None:
         """Blank memory last on each lane, but as early as it fits; the lanes' final order."""
-        blank = {
-            key: self._add("allocate", r.emu, (r.lane,), r.blank_target_bytes, note="blank")
-            for key, r in self.places.items()
-            if r.blank_target_bytes
-        }
+        for key, r in self.places.items():
+            if r.blank_target_bytes and key not in self.blank:
+                self.blank[key] = self._add("allocate", r.emu, (r.lane,), r.blank_target_bytes, note="blank")
         used = self.change.used_bytes()
         for lane, indexes in self.lanes.items():
             deltas = [self.operations[index].delta_bytes for index in indexes]
             ordered = [indexes[at] for at in merged(used.get(lane, 0), self.change.capacity_bytes[lane], deltas)]
-            self.pairs["memory"] += pairwise(ordered)
+            self.ends["memory"][0].extend(ordered[:-1])
+            self.ends["memory"][1].extend(ordered[1:])
             first = next((at for at, index in enumerate(ordered) if index in self.late), len(ordered))
             self.late.update(ordered[first:])
-        return blank
 
-    def _activate(self, commit: int, built: dict[str, int], blank: dict[Key, int]) -> None:
-        """Engines are built before the commit, in their blank memory if it is there by then; activation follows."""
+    def _activate(self, commit: int, built: dict[str, int]) -> None:
+        """Engines are built before the commit, in their blank memory if it is there by then; activation follows.
+
+        A shell is built in all its memory, and what fills the memory waits for it.
+        """
         for emu in self.change.emus:
             for lane in self._slots(emu.emu, new=True):
                 activate = self._add("activate", emu.emu, (lane,))
                 self._late(commit, activate)
-                room = blank.get((emu.emu, lane))
+                room = self.blank.get((emu.emu, lane))
                 if room is not None:
                     self._edge(room, activate)
-                if emu.engine_seconds:
+                if emu.engine_seconds or emu.shell:
                     engine = self._add("build_engine", emu.emu, (lane,))
                     if emu.emu in built:
                         self._edge(built[emu.emu], engine)
-                    if room is not None and room not in self.late:
+                    if emu.idle and (emu.emu, lane) in self.quiesced:
+                        self._edge(self.quiesced[emu.emu, lane], engine)
+                    if emu.shell:
+                        self._around(emu.emu, lane, engine)
+                    elif room is not None and room not in self.late:
                         self._edge(room, engine)
+
+    def _around(self, emu: str, lane: Lane, engine: int) -> None:
+        for room in self.shell_rooms[emu, lane]:
+            self._edge(room, engine)
+        for fill in self.filled.get((emu, lane), ()):
+            self._edge(engine, fill)
 
     def _commit_follows(self, commit: int) -> None:
         """Whatever leads to nothing else before the commit leads to it."""
-        leads = {a for a, b in self.pairs["data"] if b not in self.late}
+        leads = {a for a, b in zip(*self.ends["data"], strict=True) if b not in self.late}
         for index in range(len(self.operations)):
             if index not in leads and index not in self.late and index != commit:
                 self._edge(index, commit)
@@ -324,41 +383,44 @@ class _Builder:
         for index in self.groups:
             for lane in self.operations[index].lanes:
                 if lane in last:
-                    self.pairs["communicator"].append((last[lane], index))
+                    self.ends["communicator"][0].append(last[lane])
+                    self.ends["communicator"][1].append(index)
                 last[lane] = index
 
     def _ordered(self) -> TransitionGraph:
         """Operations renumbered in a topological order that stays near the order of making, each with its place."""
-        after: list[list[int]] = [[] for _ in self.operations]
-        waits = [0] * len(self.operations)
-        for a, b in (pair for pairs in self.pairs.values() for pair in pairs):
-            after[a].append(b)
-            waits[b] += 1
-        number, paused = [0] * len(waits), [False] * len(waits)
+        ends = {kind: np.array(some, dtype=np.int64) for kind, some in self.ends.items()}
+        before_all, after_all = np.concatenate(list(ends.values()), axis=1)
+        after = grouped(before_all, after_all, len(self.operations))
+        waits: list[int] = np.bincount(after_all, minlength=len(self.operations)).tolist()
+        number, place = [0] * len(waits), [0] * len(waits)
         ready = [index for index, count in enumerate(waits) if count == 0]
         level = self.change.used_bytes()
         operations: list[Operation] = []
         while ready:
             index = heappop(ready)
             number[index] = len(operations)
-            paused[index] = not self._early(self.operations[index], level) or paused[index]
-            operations.append(self._operation(self.operations[index], "pause" if paused[index] else "interleaved"))
+            place[index] = at = max(place[index], self._place(self.operations[index], level))
+            operations.append(self._operation(self.operations[index], PLACES[at]))
             for b in after[index]:
                 waits[b] -= 1
-                paused[b] = paused[b] or paused[index]
+                place[b] = max(place[b], at)
                 if not waits[b]:
                     heappush(ready, b)
-        edges = tuple(edges_of(k, [(number[a], number[b]) for a, b in self.pairs[k]]) for k in EDGE_KINDS)
+        edges = tuple(edges_of(kind, np.array(number, dtype=np.int64)[ends[kind]]) for kind in EDGE_KINDS)
         return TransitionGraph(change=self.change, operations=tuple(operations), edges=edges)
 
-    def _early(self, draft: _Draft, level: dict[Lane, int]) -> bool:
-        """Whether an operation may come before the pause: by kind, and what it claims fits beside every phase."""
+    def _place(self, draft: _Draft, level: dict[Lane, int]) -> int:
+        """The first of PLACES that an operation may have: by kind, and what it claims must fit beside every phase."""
         early = draft.kind in self.change.early or (draft.kind in FROZEN_EARLY and draft.emu in self.frozen)
+        early = early or (draft.kind in IDLE_EARLY and draft.emu in self.idle)
+        place = OUTSIDE if draft.kind in self.change.outside else INTERLEAVED if early else PAUSE
         if not draft.delta_bytes:
-            return early
+            return place
         (lane,) = draft.lanes
         level[lane] = level.get(lane, 0) + draft.delta_bytes
-        return early and level[lane] + self.change.phase_bytes.get(lane, 0) <= self.change.capacity_bytes[lane]
+        fits = level[lane] + self.change.phase_bytes.get(lane, 0) <= self.change.capacity_bytes[lane]
+        return place if fits else PAUSE
 
     def _operation(self, draft: _Draft, place: Place) -> Operation:
         emu = self.emus.get(draft.emu)

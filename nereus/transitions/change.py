@@ -61,6 +61,13 @@ class EmuChange:
     checkpoint: nothing is kept, a loss costs the steps since `checkpoint` (its name). A `frozen` EMU does not change
     while steps run, so its bytes may move before the pause. `old_groups` and `new_groups` communicators are destroyed
     and built; `engine_seconds` is what building its new engine takes on a slot, 0 for none.
+
+    shell: the state arrives in the new engine's own storage. The engine is built in the claimed memory, state and blank,
+    before bytes arrive in it, so every kept byte is copied; in mode beside old blank memory stays until the commit too.
+    through_host (mode snapshot only): all old bytes of each slot go to its host and leave the slot at once; everything
+    that moves or is kept is read from there. A slot then needs room for the larger of old and new, and nothing waits
+    for another slot's room. No phase of the running step touches an `idle` EMU any more: it may end before the pause,
+    and its next engine is built after that (a process has one at a time).
     """
 
     emu: str
@@ -70,6 +77,14 @@ class EmuChange:
     old_groups: int = 0
     new_groups: int = 0
     engine_seconds: float = 0.0
+    shell: bool = False
+    through_host: bool = False
+    idle: bool = False
+
+    @property
+    def anew(self) -> bool:
+        """Whether the new state on a slot gets a place of its own as a whole: nothing stays where it is."""
+        return self.shell or self.through_host
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,7 +92,8 @@ class Change:
     """One change of plan. `capacity_bytes` by lane; `other_bytes` by lane is what stays and belongs to no EMU here.
 
     `phase_bytes` by lane is what a step's phases need beside what is resident: only what fits beside it may happen
-    before the pause. Pieces have at most `chunk_bytes` and, where memory forces smaller ones, at least
+    before the pause, of the kinds `early` between the step's phases, of the kinds `outside` in another process or the
+    driver, beside the step. Pieces have at most `chunk_bytes` and, where memory forces smaller ones, at least
     `least_chunk_bytes`. `host_of` gives the lane of each slot's host memory; mode snapshot needs it.
     """
 
@@ -91,6 +107,7 @@ class Change:
     chunk_bytes: int = 256 << 20
     least_chunk_bytes: int = 1 << 20
     early: tuple[str, ...] = EARLY
+    outside: tuple[str, ...] = ()
 
     def used_bytes(self) -> dict[Lane, int]:
         """Bytes in use on each lane before the change."""
@@ -103,11 +120,15 @@ class Change:
         """The mode of an EMU of the change."""
         return next(entry.mode for entry in self.emus if entry.emu == emu)
 
+    def through(self) -> set[str]:
+        """EMUs whose old bytes are read from the snapshots of their slots."""
+        return {entry.emu for entry in self.emus if entry.through_host}
+
     def validate(self) -> None:
         """ConfigError for the first number that cannot be true: names the EMU, the lane and what would be right."""
         if not 1 <= self.least_chunk_bytes <= self.chunk_bytes:
             raise ConfigError("least_chunk_bytes", self.least_chunk_bytes, f"1 to chunk_bytes = {self.chunk_bytes:,}")
-        known = {change.emu for change in self.emus}
+        known = {change.emu: change for change in self.emus}
         if len(known) != len(self.emus):
             raise ConfigError("emus", [change.emu for change in self.emus], "each EMU once")
         if len({(f.emu, f.source, f.destination, f.hop) for f in self.flows}) != len(self.flows):
@@ -125,21 +146,36 @@ class Change:
             if r.emu not in known or r.lane not in self.capacity_bytes:
                 raise ConfigError("residencies", f"{r.emu} on {lane_name(r.lane)}", "an EMU and a lane of the change")
             _validate_residency(r, arriving[key], freed[key])
+            _validate_anew(r, known[r.emu])
             if r.lane >= 0 and r.present_bytes and r.lane not in self.host_of and self.mode_of(r.emu) == "snapshot":
                 what = f"{r.emu} on {lane_name(r.lane)}"
                 raise ConfigError("host_of", what, "the lane of the slot's host memory, where mode snapshot copies")
 
 
 def _validate_flow(flow: Flow, places: Mapping[tuple[str, Lane], Residency]) -> None:
-    name = f"{flow.emu} {lane_name(flow.source)} > {lane_name(flow.destination)}"
     source, destination = places.get((flow.emu, flow.source)), places.get((flow.emu, flow.destination))
     if source is None or destination is None or flow.source == flow.destination:
-        raise ConfigError("flows", name, "two different lanes where the EMU has a residency")
+        raise _wrong_flow(flow, "two different lanes where the EMU has a residency")
     if flow.size_bytes <= 0 or not 0 <= flow.frees_bytes <= flow.size_bytes or (flow.hop and flow.frees_bytes):
-        raise ConfigError("flows", name, "size_bytes > 0; frees_bytes at most that, and 0 for relays")
+        raise _wrong_flow(flow, "size_bytes > 0; frees_bytes at most that, and 0 for relays")
     given = source.present_bytes if flow.hop == 0 else source.target_bytes
     if flow.size_bytes > given:
-        raise ConfigError("flows", name, f"at most {given:,} bytes, which is what the source has to give")
+        raise _wrong_flow(flow, f"at most {given:,} bytes, which is what the source has to give")
+
+
+def _wrong_flow(flow: Flow, expected: str) -> ConfigError:
+    return ConfigError("flows", f"{flow.emu} {lane_name(flow.source)} > {lane_name(flow.destination)}", expected)
+
+
+def _validate_anew(r: Residency, emu: EmuChange) -> None:
+    if emu.through_host and emu.mode != "snapshot":
+        raise ConfigError("through_host", f"{emu.emu} in mode {emu.mode}", "mode snapshot")
+    if emu.anew and r.lane >= 0 and r.copied_bytes != r.kept_bytes:
+        raise ConfigError(
+            "copied_bytes",
+            f"{r.copied_bytes:,} of {r.emu} on {lane_name(r.lane)}",
+            f"its {r.kept_bytes:,} kept bytes: the new state of a shell or through the host has its own place",
+        )
 
 
 def _validate_residency(r: Residency, arriving_bytes: int, freed_bytes: int) -> None:

@@ -20,6 +20,7 @@ LINK, NET, PCIE = 0, 2, 4
 OUT, IN = 0, 1
 NANOSECONDS_PER_SECOND = 1_000_000_000
 
+THREADLESS = frozenset(("allocate", "release", "secure", "arrive", "commit"))
 Hold = tuple[int, int]
 """A resource's number, and for how many nanoseconds an operation holds it from its start."""
 
@@ -188,18 +189,20 @@ class Durations:
 
     def holds(self, operation: Operation) -> list[Hold]:
         """What an operation holds: the legs of a move, every port of the slots whose thread it needs, else nothing."""
-        if operation.kind in MOVES:
-            source, destination = operation.lanes
-            source = source if operation.via is None else operation.via
+        if operation.carries:
+            source = operation.lanes[0] if operation.via is None else operation.via
+            destination = operation.lanes[-1]
             latency = self.tolls.move_seconds
             return [
                 (resource, _nanoseconds(latency + operation.size_bytes / rate))
                 for resource, rate in self.legs(source, destination)
             ]
-        if operation.place == "outside" or operation.kind in ("allocate", "release", "secure", "arrive", "commit"):
-            return []
-        busy = _nanoseconds(operation.seconds)
+        busy = _nanoseconds(operation.seconds) if self.needs_thread(operation) else 0
         return [(port, busy) for lane in operation.lanes if lane >= 0 for port in self.ports(lane)] if busy else []
+
+    def needs_thread(self, operation: Operation) -> bool:
+        """Whether what is no move holds the threads of its slots."""
+        return operation.place != "outside" and operation.kind not in THREADLESS
 
     def ports(self, slot: int) -> tuple[int, ...]:
         """All ports of a slot: what its thread would serve."""

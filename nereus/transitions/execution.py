@@ -247,6 +247,8 @@ class Execution:
             return "snapshot" if all(self._in_snapshot(r) for r in bare) else "survivors"
         if self.graph.change.mode_of(emu) == "snapshot" and not any(self._needs_lost_host(r) for r in here):
             return "snapshot"
+        if emu in self.graph.change.through():
+            return "survivors"
         return "held" if not any(r.lane in self.lost for r in here) and not self._parked_on_lost(emu) else "survivors"
 
     def _bare_bytes(self, r: Residency) -> int:

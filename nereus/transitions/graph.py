@@ -12,6 +12,7 @@ from itertools import pairwise
 from typing import Any, Literal, cast, get_args
 
 import numpy as np
+import numpy.typing as npt
 
 from nereus.transitions.change import Change, EmuChange, Flow, Hop, Residency
 from nereus.transitions.order import Lane
@@ -33,10 +34,11 @@ Kind = Literal[
     "destroy_groups",
     "release",
 ]
+Numbers = npt.NDArray[np.int64]
 Place = Literal["outside", "interleaved", "pause"]
 EdgeKind = Literal["data", "memory", "communicator"]
 PLACES: tuple[Place, ...] = get_args(Place)
-"""In the order in which a timeline runs them. `nereus.transitions.assemble` places nothing outside yet."""
+"""In the order in which a timeline runs them."""
 EDGE_KINDS: tuple[EdgeKind, ...] = get_args(EdgeKind)
 MOVES = frozenset(("transfer", "stage_out", "stage_in"))
 """Kinds that carry bytes from one lane to another."""
@@ -48,8 +50,8 @@ class Operation:
 
     `size_bytes` are moved, claimed or released. `note` says which bytes: "" the EMU's state, or blank, snapshot, parked
     (then the lanes whose bytes wait there). What concerns one piece of a flow only names the flow's other lane in `peer`
-    and covers its bytes from `start`; a move reads what is parked at `via`, if anything is. `seconds` is the predicted
-    time.
+    and covers its bytes from `start`; a move or a copy reads at `via`, if it is given, what is parked or in a snapshot
+    there. `seconds` is the predicted time.
 
     quiesce: no step touches the EMU on the slot any more. copy: unmoved bytes to their new place. secure: every
     snapshot of the EMU is complete. arrive: all lower hops have reached the lane. verify: digests. Every allocate and
@@ -74,7 +76,9 @@ class Operation:
         parts = [self.kind]
         if self.emu:
             parts.append(self.emu)
-        if self.lanes:
+        if len(self.lanes) == 1:
+            parts.append(lane_id(self.lanes[0]))
+        elif self.lanes:
             parts.append(">".join(map(lane_id, self.lanes)) if self.kind in MOVES else _ranges(self.lanes))
         if self.peer is not None:
             parts.append(f"{'from' if self.kind == 'allocate' else 'to'} {lane_id(self.peer)}")
@@ -87,6 +91,11 @@ class Operation:
         return ":".join(parts) + (f"@{self.start}" if self.start else "")
 
     @property
+    def carries(self) -> bool:
+        """Whether bytes go from one lane to another, so over ports; a copy does when it reads elsewhere."""
+        return self.kind in MOVES or self.via is not None
+
+    @property
     def key(self) -> tuple[str, Lane]:
         """The EMU and the first lane."""
         return self.emu, self.lanes[0]
@@ -95,6 +104,13 @@ class Operation:
     def delta_bytes(self) -> int:
         """How the operation changes the memory of its lane."""
         return self.size_bytes if self.kind == "allocate" else -self.size_bytes if self.kind == "release" else 0
+
+
+def grouped(keys: Numbers, values: Numbers, count: int) -> list[list[int]]:
+    """The values of each key below `count`, in their order."""
+    ordered = values[np.argsort(keys, kind="stable")].tolist()
+    ends = np.cumsum(np.bincount(keys, minlength=count)).tolist()
+    return [ordered[first:last] for first, last in pairwise([0, *ends])]
 
 
 def lane_id(lane: Lane) -> str:
@@ -135,29 +151,26 @@ class TransitionGraph:
     @cached_property
     def successors(self) -> list[list[int]]:
         """Operations that wait for each operation, over all kinds of edges."""
-        after: list[list[int]] = [[] for _ in self.operations]
-        for edges in self.edges:
-            for a, b in zip(edges.before_index, edges.after_index, strict=True):
-                after[a].append(b)
-        return after
+        return grouped(self._edge_ends[0], self._edge_ends[1], len(self.operations))
+
+    @cached_property
+    def _edge_ends(self) -> tuple[Numbers, Numbers]:
+        """The operation before and the one after, over all kinds of edges."""
+        before, after = (
+            np.concatenate([np.array(getattr(edges, name), dtype=np.int64) for edges in self.edges])
+            for name in ("before_index", "after_index")
+        )
+        return before, after
 
     @cached_property
     def waits(self) -> list[int]:
         """How many edges lead into each operation."""
-        count = [0] * len(self.operations)
-        for edges in self.edges:
-            for b in edges.after_index:
-                count[b] += 1
-        return count
+        return np.bincount(self._edge_ends[1], minlength=len(self.operations)).tolist()
 
     @cached_property
     def predecessors(self) -> list[list[int]]:
         """Operations that each operation waits for, over all kinds of edges."""
-        before: list[list[int]] = [[] for _ in self.operations]
-        for edges in self.edges:
-            for a, b in zip(edges.before_index, edges.after_index, strict=True):
-                before[b].append(a)
-        return before
+        return grouped(self._edge_ends[1], self._edge_ends[0], len(self.operations))
 
     @cached_property
     def _joints(self) -> set[int]:
@@ -240,16 +253,18 @@ def from_data(data: Mapping[str, Any]) -> TransitionGraph:
     for name in ("capacity_bytes", "host_of", "other_bytes", "phase_bytes"):
         if name in wanted:
             wanted[name] = {_lane(key): value for key, value in wanted[name].items()}
-    if "early" in wanted:
-        wanted["early"] = tuple(wanted["early"])
+    for name in ("early", "outside"):
+        if name in wanted:
+            wanted[name] = tuple(wanted[name])
     entries = [dict(entry) for entry in data["operations"]]
     index = {entry.pop("id"): number for number, entry in enumerate(entries)}
-    pairs: dict[str, list[tuple[int, int]]] = {kind: [] for kind in EDGE_KINDS}
+    pairs: dict[str, tuple[list[int], list[int]]] = {kind: ([], []) for kind in EDGE_KINDS}
     for number, entry in enumerate(entries):
         for kind, names in entry.pop("after", {}).items():
-            pairs[kind] += [(index[name], number) for name in names]
+            pairs[kind][0].extend(index[name] for name in names)
+            pairs[kind][1].extend([number] * len(names))
         entry["lanes"] = tuple(entry.get("lanes", ()))
-    edges = tuple(edges_of(kind, pairs[kind]) for kind in EDGE_KINDS)
+    edges = tuple(edges_of(kind, np.array(pairs[kind], dtype=np.int64)) for kind in EDGE_KINDS)
     return TransitionGraph(
         change=Change(**wanted), operations=tuple(Operation(**entry) for entry in entries), edges=edges
     )
@@ -259,11 +274,10 @@ def _lane(name: str) -> Lane:
     return -1 - int(name.removeprefix("host")) if name.startswith("host") else int(name)
 
 
-def edges_of(kind: EdgeKind, pairs: Sequence[tuple[int, int]]) -> Edges:
-    """Edges of one kind in a fixed order: by the operation that waits, then by what it waits for."""
-    if not pairs:
+def edges_of(kind: EdgeKind, ends: Numbers) -> Edges:
+    """Edges [before and after, edges] of one kind in a fixed order: by the operation that waits, then what it waits for."""
+    if not ends.size:
         return Edges(kind=kind)
-    both = np.asarray(pairs, dtype=np.int64)
-    size = int(both.max()) + 1
-    keys = np.unique(both[:, 1] * size + both[:, 0])
+    size = int(ends.max()) + 1
+    keys = np.unique(ends[1] * size + ends[0])
     return Edges(kind=kind, before_index=tuple((keys % size).tolist()), after_index=tuple((keys // size).tolist()))

@@ -42,6 +42,7 @@ def leaving(change: Change, r: Residency) -> int:
 def check_sources(graph: TransitionGraph) -> None:
     """InvalidGraph when bytes are read too early, dropped too early, too often or not at all."""
     _check_quiesced(graph)
+    _check_snapshot_reads(graph)
     reads = _Reads(graph)
     gone: dict[tuple[str, Lane, str], int] = defaultdict(int)
     for index in graph.by_kind["release"]:
@@ -61,15 +62,45 @@ def check_sources(graph: TransitionGraph) -> None:
             raise InvalidGraph(f"{taken:,} bytes are claimed for what is {note}, {given:,} released")
 
 
+def reads_snapshot(graph: TransitionGraph, through: set[str], index: int) -> bool:
+    """Whether a move or a copy reads its EMU's old bytes on a slot from the snapshot in host memory."""
+    op = graph.operations[index]
+    return op.emu in through and op.hop == 0 and op.lanes[0] >= 0 and op.note == ""
+
+
+def _check_snapshot_reads(graph: TransitionGraph) -> None:
+    """What goes through the host: one whole snapshot of each slot, and every old byte is read there when it is written."""
+    through = graph.change.through()
+    if not through:
+        return
+    host_of, operations = graph.change.host_of, graph.operations
+    written = {operations[i].key: i for i in graph.by_kind["stage_out"] if operations[i].note == "snapshot"}
+    for r in graph.change.residencies:
+        if r.emu in through and r.lane >= 0 and r.present_bytes:
+            index = written.get((r.emu, r.lane))
+            if index is None or operations[index].size_bytes != r.present_bytes:
+                what = f"{r.emu} on {lane_name(r.lane)}"
+                raise InvalidGraph(f"{what}: all {r.present_bytes:,} bytes must be in one snapshot, it is read there")
+            if operations[index].lanes[1] != host_of[r.lane]:
+                raise broken(graph, index, f"the snapshot belongs on {lane_name(host_of[r.lane])}")
+    for index in (*flow_moves(graph), *graph.by_kind["copy"]):
+        op = operations[index]
+        if reads_snapshot(graph, through, index) and (
+            op.via != host_of.get(op.lanes[0]) or not graph.joined(written[op.key], index)
+        ):
+            raise broken(graph, index, f"must read the snapshot of {lane_name(op.lanes[0])} when it is written")
+
+
 def _check_quiesced(graph: TransitionGraph) -> None:
     """Old state is read and dropped only when no step touches it; frozen state may be read before."""
     quiesce = {graph.operations[index].key: index for index in graph.by_kind["quiesce"]}
-    frozen = {emu.emu for emu in graph.change.emus if emu.frozen}
+    frozen, through = {emu.emu for emu in graph.change.emus if emu.frozen}, graph.change.through()
     for r in graph.change.residencies:
         if r.lane >= 0 and r.present_bytes + r.blank_present_bytes and (r.emu, r.lane) not in quiesce:
             raise InvalidGraph(f"{r.emu} on {lane_name(r.lane)}: must be quiesced")
     moves = (i for kind in sorted(MOVES) for i in graph.by_kind[kind] if graph.operations[i].hop == 0)
-    for index in (*moves, *graph.by_kind["copy"], *graph.by_kind["verify"], *graph.by_kind["release"]):
+    reads = (i for i in (*moves, *graph.by_kind["copy"]) if not reads_snapshot(graph, through, i))
+    for index in (*reads, *graph.by_kind["verify"], *graph.by_kind["release"]):
         operation = graph.operations[index]
         stopped = quiesce.get(operation.key)
         old = operation.note in ("", "blank", "snapshot") or operation.kind != "release"
@@ -81,7 +112,7 @@ def _check_quiesced(graph: TransitionGraph) -> None:
 
 
 class _Reads:
-    """What reads an EMU's old bytes on a lane, by flow, and what parks them."""
+    """What reads an EMU's old bytes on a lane, by flow, and what parks them; who reads a snapshot does not."""
 
     def __init__(self, graph: TransitionGraph) -> None:
         self.graph = graph
@@ -90,12 +121,14 @@ class _Reads:
         self.frees = {(f.emu, f.source, f.destination): f.frees_bytes for f in graph.change.flows if f.hop == 0}
         for emu, source, destination in self.frees:
             self.destinations[emu, source].append(destination)
+        through = graph.change.through()
+        self.kept_blank = {emu.emu for emu in graph.change.emus if emu.shell and emu.mode == "beside"}
         for index in flow_moves(graph):
             operation = graph.operations[index]
-            if operation.hop == 0:
+            if operation.hop == 0 and not reads_snapshot(graph, through, index):
                 self.by_flow[(operation.emu, *operation.lanes)].append(index)  # type: ignore[index]
         self.copies: dict[Key, list[int]] = defaultdict(list)
-        for index in graph.by_kind["copy"]:
+        for index in (i for i in graph.by_kind["copy"] if not reads_snapshot(graph, through, i)):
             self.copies[graph.operations[index].key].append(index)
         self.outs: dict[Key, list[int]] = defaultdict(list)
         for index in graph.by_kind["stage_out"]:
@@ -113,6 +146,8 @@ class _Reads:
             self.check_parked(index)
         elif note == "snapshot" and index not in self.graph.late:
             raise broken(self.graph, index, "a snapshot stands until the commit")
+        elif note == "blank" and index not in self.graph.late and self.graph.operations[index].emu in self.kept_blank:
+            raise broken(self.graph, index, "an old engine beside a shell keeps its blank memory until the commit")
         elif note == "" and index not in self.graph.late:
             self.check_release(index)
 
@@ -187,7 +222,7 @@ def durability(graph: TransitionGraph) -> tuple[dict[str, str], dict[str, int]]:
             destructive[graph.operations[index].emu].append(index)
     for emu in graph.change.emus:
         here = [r for r in graph.change.residencies if r.emu == emu.emu]
-        _check_guards(here)
+        _check_guards(here, kept=emu.mode == "beside" or emu.through_host)
         alone = sum(r.present_bytes - r.guarded_bytes for r in here if r.lane >= 0)
         first = destructive[emu.emu]
         exposed[emu.emu] = alone
@@ -202,15 +237,16 @@ def durability(graph: TransitionGraph) -> tuple[dict[str, str], dict[str, int]]:
         else:
             _check_snapshot(graph, emu.emu, here, first)
             exposed[emu.emu] = 0
-            words[emu.emu] = f"snapshot: {alone:,} bytes in host memory until the commit"
+            copied = sum(r.present_bytes for r in here if r.lane >= 0) if emu.through_host else alone
+            words[emu.emu] = f"snapshot: {copied:,} bytes in host memory until the commit"
     return words, exposed
 
 
-def _check_guards(here: list[Residency]) -> None:
-    """Guarded bytes are held by others that keep them: at most what the others keep."""
-    kept = sum(r.kept_bytes - r.copied_bytes for r in here)
-    for r in here:
-        others = kept - (r.kept_bytes - r.copied_bytes)
+def _check_guards(here: list[Residency], *, kept: bool) -> None:
+    """Guarded bytes are held by others until the commit: at most what these keep in place, or have where all is `kept`."""
+    held = [r.present_bytes if kept else r.kept_bytes - r.copied_bytes for r in here]
+    for r, own in zip(here, held, strict=True):
+        others = sum(held) - own
         if r.guarded_bytes > others and r.lane >= 0:
             what = f"{r.emu} on {lane_name(r.lane)}"
             raise InvalidGraph(f"{what}: {r.guarded_bytes:,} bytes cannot be guarded by others that keep {others:,}")
@@ -227,7 +263,7 @@ def _check_snapshot(graph: TransitionGraph, emu: str, here: list[Residency], des
                 raise broken(graph, index, "a snapshot must be complete before it counts: it must lead to secure")
             copied[operation.lanes[0]] += operation.size_bytes
     for r in here:
-        if r.lane >= 0 and copied[r.lane] + r.guarded_bytes < r.present_bytes:
+        if r.lane >= 0 and copied[r.lane] + r.guarded_bytes < r.present_bytes:  # through the host: all, checked apart
             missing = r.present_bytes - r.guarded_bytes - copied[r.lane]
             raise InvalidGraph(f"{emu} on {lane_name(r.lane)}: {missing:,} old bytes have no second holder")
     for index in destructive:

@@ -96,26 +96,34 @@ def least_seconds(change: Change, durations: Durations) -> float:
     """A lower bound of the price from the change alone, without order or graph: what search may use.
 
     Every resource carries the flows and the thread work of its slot; nothing before an activation takes less than its
-    quiesce, its verification and the commit. Snapshots and parked bytes come on top and are left out.
+    quiesce, its verification and the commit. Snapshots and parked bytes come on top and are left out; so is what may
+    happen outside of steps.
     """
+    outside = set(change.outside)
+    emus = {emu.emu: emu for emu in change.emus}
     load: dict[int, int] = defaultdict(int)
     slots: dict[Lane, int] = defaultdict(int)
+    through = change.through()
     for flow in change.flows:
-        move = Operation(kind="transfer", lanes=(flow.source, flow.destination), size_bytes=flow.size_bytes)
+        if emus[flow.emu].frozen and outside & MOVES:
+            continue
+        read = change.host_of[flow.source] if flow.emu in through and flow.source >= 0 and flow.hop == 0 else None
+        move = Operation(kind="transfer", lanes=(flow.source, flow.destination), size_bytes=flow.size_bytes, via=read)
         for resource, busy in durations.holds(move):
             load[resource] += busy
-    emus = {emu.emu: emu for emu in change.emus}
     chain = 0.0
     for r in change.residencies:
         if r.lane < 0:
             continue
-        verify = durations.seconds("verify", (r.lane,), r.target_bytes) if r.target_bytes else 0.0
+        apart = emus[r.emu].frozen and "verify" in outside
+        verify = durations.seconds("verify", (r.lane,), r.target_bytes) if r.target_bytes and not apart else 0.0
         quiesce = durations.tolls.quiesce_seconds if r.present_bytes or r.blank_present_bytes else 0.0
         engine = activate = 0.0
         if r.target_bytes or r.blank_target_bytes:
             emu = emus[r.emu]
             activate = durations.tolls.activate_seconds
-            engine = emu.engine_seconds + durations.tolls.group_seconds * emu.new_groups
+            engine = emu.engine_seconds * ("build_engine" not in outside)
+            engine += durations.tolls.group_seconds * emu.new_groups * ("build_groups" not in outside)
         frozen = emus[r.emu].frozen
         slots[r.lane] += sum(_tick(part) for part in (verify, quiesce, engine, activate))
         before = verify if frozen else quiesce + verify

@@ -35,7 +35,7 @@ def check(graph: TransitionGraph) -> Proof:
 
     Acyclic, ids unique; every target byte arrives exactly once, into room claimed for it; sources are held while they
     are read; the memory operations of a lane are in one total order whose prefix sums stay within its capacity (and
-    before the pause beside what the phases need); before an EMU's first destructive operation its old bytes have a
+    before the pause beside what the phases need); shells are built in their memory before state arrives; before an EMU's first destructive operation its old bytes have a
     second holder as its mode says; communicators in one order on every slot; one commit that all changes lead to.
     """
     graph.change.validate()
@@ -47,6 +47,7 @@ def check(graph: TransitionGraph) -> Proof:
     _check_room(graph)
     check_sources(graph)
     _check_engines(graph)
+    _check_shells(graph)
     words, exposed = durability(graph)
     _check_communicators(graph, order)
     return Proof(peak_bytes=lane_peaks(graph), durability=words, exposed_bytes=exposed)
@@ -185,7 +186,7 @@ def _check_engines(graph: TransitionGraph) -> None:
         name = f"{r.emu} on {lane_name(r.lane)}"
         if (
             key not in active
-            or (emu.engine_seconds > 0) != (key in engines)
+            or (emu.engine_seconds > 0 or emu.shell) != (key in engines)
             or (emu.new_groups > 0) != (r.emu in groups)
         ):
             raise InvalidGraph(f"{name}: must be activated, with its engine and groups")
@@ -196,6 +197,25 @@ def _check_engines(graph: TransitionGraph) -> None:
         early = key in blank and blank[key] not in graph.late
         if key in engines and early and not graph.joined(blank[key], engines[key]):
             raise broken(graph, engines[key], "must wait for its blank memory")
+
+
+def _check_shells(graph: TransitionGraph) -> None:
+    """A shell is built in all its memory, state and blank, before anything arrives in it."""
+    operations = graph.operations
+    shells = {emu.emu for emu in graph.change.emus if emu.shell}
+    if not shells:
+        return
+    engines = {operations[index].key: index for index in graph.by_kind["build_engine"]}
+    for index in graph.by_kind["allocate"]:
+        op = operations[index]
+        engine = engines.get(op.key) if op.emu in shells and op.note in ("", "blank") else None
+        if engine is not None and not graph.joined(index, engine):
+            raise broken(graph, engine, f"must wait for {graph.ids[index]}: a shell is built in its memory")
+    for index in (*flow_moves(graph), *graph.by_kind["copy"]):
+        op = operations[index]
+        engine = engines.get((op.emu, op.lanes[-1]))
+        if op.emu in shells and engine is not None and not graph.joined(engine, index):
+            raise broken(graph, index, f"must wait for {graph.ids[engine]}: it arrives in that engine's storage")
 
 
 def lane_peaks(graph: TransitionGraph) -> dict[Lane, int]:

@@ -77,14 +77,19 @@ def gives(change: Change, r: Residency) -> int:
 
 
 def snapshots(change: Change) -> dict[Key, int]:
-    """Bytes that each slot must copy to host memory first: what no other domain guards, of EMUs in mode snapshot."""
+    """Bytes that each slot must copy to host memory first: of EMUs in mode snapshot what no other domain guards.
+
+    All that it has where everything is read from the host.
+    """
+    through = change.through()
     dropping = {
         r.emu for r in change.residencies if change.mode_of(r.emu) == "snapshot" and r.lane >= 0 and gives(change, r)
     }
     return {
-        (r.emu, r.lane): r.present_bytes - r.guarded_bytes
+        (r.emu, r.lane): size
         for r in change.residencies
-        if r.emu in dropping and r.lane >= 0 and r.present_bytes > r.guarded_bytes
+        if r.emu in dropping and r.lane >= 0
+        if (size := r.present_bytes - (0 if r.emu in through else r.guarded_bytes))
     }
 
 
@@ -101,6 +106,7 @@ def plan_room(change: Change) -> RoomPlan:
             say = f"the snapshot of {lane_name(lane)} does not fit beside what the host holds"
             raise Infeasible(host, "snapshot", used[host], room, (say, "choose mode beside or checkpoint"))
     whole = _Cut(change, None)
+    _check_beside(change, used, whole)
     try:
         return whole.plan(order(capacity, used, whole.claims, whole.releases, change.host_of, park=False))
     except Infeasible as told:
@@ -128,6 +134,25 @@ def _check_target(change: Change) -> None:
         if size > room:
             say = f"the target state takes {size:,} of {room:,} bytes, {size - room:,} too many"
             raise Infeasible(lane, "target", size, room, (say,))
+
+
+def _check_beside(change: Change, used: dict[Lane, int], whole: _Cut) -> None:
+    """Infeasible where the new state does not fit beside old that stays until the commit."""
+    level: dict[Lane, int] = defaultdict(int, used)
+    stay: dict[Lane, int] = defaultdict(int)
+    for claim in whole.claims:
+        level[claim.lane] += claim.size_bytes
+    for release in whole.releases:
+        level[release.lane] -= release.size_bytes
+    shells = {emu.emu for emu in change.emus if emu.shell}
+    for r in change.residencies:
+        if r.emu not in whole.changing and not stays(r):
+            stay[r.lane] += r.present_bytes + (r.blank_present_bytes if r.emu in shells else 0)
+    for lane, size in sorted(level.items()):
+        room = change.capacity_bytes.get(lane, 0)
+        if size > room >= used.get(lane, 0) and stay[lane]:
+            say = f"{stay[lane]:,} bytes of old state stay beside the new until the commit"
+            raise Infeasible(lane, "beside", size, room, (say, "choose mode snapshot"))
 
 
 def _piece_sizes(change: Change, capacity: dict[Lane, int], used: dict[Lane, int], refusal: Infeasible) -> list[int]:
@@ -166,13 +191,16 @@ class _Cut:
         self.copy_releases: dict[Key, int] = {}
         self.places = {(r.emu, r.lane): r for r in change.residencies}
         self.changing = in_place(change)
+        self.through = change.through()
+        self.shells = {emu.emu for emu in change.emus if emu.shell}
+        self.cut = self.changing - {emu.emu for emu in change.emus if emu.anew}
         self.given = {key: gives(change, r) for key, r in self.places.items()}
         for key, r in self.places.items():
             self._claim_whole(key, r)
         self._cut_flows()
         self._release_rest()
         for (emu, lane), r in self.places.items():
-            if r.blank_present_bytes:
+            if r.blank_present_bytes and (emu in self.changing or emu not in self.shells):
                 self.blank_releases.add(len(self.releases))
                 self.releases.append(Release(name=emu, lane=lane, size_bytes=r.blank_present_bytes))
 
@@ -191,11 +219,16 @@ class _Cut:
         )
 
     def _fine(self, emu: str) -> bool:
-        return self.size_bytes is not None and emu in self.changing
+        return self.size_bytes is not None and emu in self.cut
 
     def _claim_whole(self, key: Key, r: Residency) -> None:
-        """One claim for the EMU's new bytes on a lane; in pieces only for what is copied on the lane."""
+        """One claim for the EMU's new bytes on a lane; in pieces only for what is copied on the lane.
+
+        A shell's blank memory comes with it: its engine is built in both.
+        """
         size = r.copied_bytes if self._fine(r.emu) else needs(r, beside=r.emu not in self.changing)
+        if r.emu in self.shells and r.lane >= 0:
+            size += r.blank_target_bytes
         if size:
             self.whole_claims[key] = len(self.claims)
             self.claims.append(Claim(name=r.emu, lane=r.lane, size_bytes=size))
@@ -224,7 +257,7 @@ class _Cut:
             release = len(self.releases)
             self.releases.append(Release(name=flow.emu, lane=flow.source, size_bytes=size, after=(claim,)))
             self.freed[key] += size
-        elif flow.hop == 0 and self.given[key]:
+        elif flow.hop == 0 and self.given[key] and flow.emu not in self.through:
             self.rest_after[key].add(claim)
             self.rest_pieces[key].append(len(self.pieces))
         piece = FlowPiece(flow_index=index, start=start, size_bytes=size, claim_index=claim, release_index=release)
@@ -240,7 +273,7 @@ class _Cut:
                 continue
             release = len(self.releases)
             after = set(self.rest_after[key])
-            if self.places[key].copied_bytes:
+            if self.places[key].copied_bytes and key[0] not in self.through:
                 after.add(self.whole_claims[key])
                 self.copy_releases[key] = release
             self.releases.append(Release(name=key[0], lane=key[1], size_bytes=size, after=tuple(sorted(after))))

@@ -17,8 +17,9 @@ from heapq import heappop, heappush
 from itertools import accumulate
 
 from nereus.schedule import rounds
-from nereus.transitions.durations import NANOSECONDS_PER_SECOND, PORTS, Durations, Hold
-from nereus.transitions.graph import MOVES, PLACES, Place, TransitionGraph
+from nereus.transitions.durations import NANOSECONDS_PER_SECOND, Durations, Hold
+from nereus.transitions.graph import PLACES, Place, TransitionGraph
+from nereus.transitions.order import Lane
 
 Span = tuple[int, float, float]
 PARTS_OF_LOAD = 40
@@ -77,14 +78,7 @@ class Timeline:
 def timeline(graph: TransitionGraph, durations: Durations) -> Timeline:
     """The list schedule of a graph that `nereus.transitions.proof.check` accepts."""
     length = [round(op.seconds * NANOSECONDS_PER_SECOND) for op in graph.operations]
-    holds = [durations.holds(op) for op in graph.operations]
-    moved = {
-        resource for op, held in zip(graph.operations, holds, strict=True) if op.kind in MOVES for resource, _ in held
-    }
-    for index, op in enumerate(graph.operations):
-        if op.kind not in MOVES:  # of a thread's ports one stands for the thread, the others matter only to moves
-            held = holds[index]
-            holds[index] = [hold for at, hold in enumerate(held) if at % len(PORTS) == 0 or hold[0] in moved]
+    holds = _holds(graph, length, durations)
     start, ends = [0] * len(length), [0] * len(length)
     windows: list[Window] = []
     spans: list[tuple[int, int, int]] = []
@@ -103,6 +97,23 @@ def timeline(graph: TransitionGraph, durations: Durations) -> Timeline:
         spans=tuple((index, at / nano, until / nano) for index, at, until in spans),
         windows=tuple(windows),
     )
+
+
+def _holds(graph: TransitionGraph, length: list[int], durations: Durations) -> list[list[Hold]]:
+    """What each operation holds; of a thread's ports one stands for the thread, the others matter only to moves."""
+    holds: list[list[Hold]] = [durations.holds(op) if op.carries else [] for op in graph.operations]
+    moved = {resource for held in holds for resource, _ in held}
+    ports: dict[Lane, tuple[int, ...]] = {}
+    for index, op in enumerate(graph.operations):
+        if op.carries or not length[index] or not durations.needs_thread(op):
+            continue
+        for lane in op.lanes:
+            if lane >= 0:
+                if lane not in ports:
+                    first, *others = durations.ports(lane)
+                    ports[lane] = first, *(port for port in others if port in moved)
+                holds[index] += [(port, length[index]) for port in ports[lane]]
+    return holds
 
 
 def _window(
@@ -124,25 +135,30 @@ def _window(
 
 
 class _Listing:
-    """The operations of one place, how long they take, what they hold, and what must run before and after them."""
+    """The operations of one place, how long they take, what they hold, and what must run before and after them.
+
+    Lists have an entry for every operation of the graph; those of other places are not looked at.
+    """
 
     def __init__(self, graph: TransitionGraph, members: list[int], length: list[int], holds: list[list[Hold]]) -> None:
         self.graph, self.members, self.length, self.holds = graph, members, length, holds
-        inside = set(members)
-        self.after = {index: [b for b in graph.successors[index] if b in inside] for index in members}
-        self.waits = dict.fromkeys(members, 0)
-        for following in self.after.values():
-            for b in following:
+        self.count = len(length)
+        self.after: list[list[int]] = [[]] * self.count
+        self.waits = [0] * self.count
+        place = graph.operations[members[0]].place
+        for index in members:
+            self.after[index] = [b for b in graph.successors[index] if graph.operations[b].place is place]
+            for b in self.after[index]:
                 self.waits[b] += 1
         self.heads, self.tails = self._ways()
-        self.moves = [index for index in members if graph.operations[index].kind in MOVES]
+        self.moves = [index for index in members if graph.operations[index].carries]
         self.quantum = 1
         self.turns = self._turns()
         self.rank = self._ranks()
 
-    def _ways(self) -> tuple[dict[int, int], dict[int, int]]:
+    def _ways(self) -> tuple[list[int], list[int]]:
         """Nanoseconds that must pass before an operation starts, and after it ends, if every resource were free."""
-        waits, heads, tails = dict(self.waits), dict.fromkeys(self.members, 0), dict.fromkeys(self.members, 0)
+        waits, heads, tails = list(self.waits), [0] * self.count, [0] * self.count
         order = [index for index in self.members if not waits[index]]
         for index in order:
             ready = heads[index] + self.length[index]
@@ -224,28 +240,35 @@ class _Listing:
 class _Running:
     """A schedule under way. An operation that cannot start at once is kept, by rank, at every resource that it holds.
 
-    A move goes on part by part: after each its ports are free for what has longer to go.
+    A move goes on part by part: after each its ports are free for what has longer to go. An entry is one number: the
+    rank, then the operation; an event is one too: the time, then the operation that ends or, above them, a resource set
+    free.
     """
 
     def __init__(self, listing: _Listing, start: list[int], ends: list[int], begin: int, resources: int) -> None:
-        self.listing, self.start, self.ends, self.now = listing, start, ends, begin
-        self.waits = dict(listing.waits)
+        self.listing, self.start, self.ends, self.now, self.count = listing, start, ends, begin, listing.count
+        self.events_base = self.count + resources
+        self.waits = list(listing.waits)
         self.free = [begin] * resources
         self.parts = {index: len(turns) for index, turns in listing.turns.items()}
-        self.rank = dict(listing.rank)
-        self.holds: dict[int, list[Hold]] = {}
-        self.length: dict[int, int] = {}
-        for index in listing.members:
-            self.length[index] = listing.length[index]
-            self.holds[index] = listing.holds[index]
-            if self.parts.get(index, 1) > 1:
+        self.least = min(rank for rank, _ in listing.rank.values())
+        self.width = 1 + max((turn for turns in listing.turns.values() for turn in turns), default=0) + self.count
+        self.entry = [0] * self.count
+        for index, (rank, turn) in listing.rank.items():
+            self.entry[index] = ((rank - self.least) * self.width + turn) * self.count + index
+        self.length = list(listing.length)
+        self.holds = list(listing.holds)
+        for index, parts in self.parts.items():
+            if parts > 1:
                 self._part(index, listing.quantum)
-        self.uses = {index: tuple(resource for resource, _ in listing.holds[index]) for index in listing.members}
-        self.begun: set[int] = set()
+        self.uses: list[list[int]] = [[]] * self.count
+        for index in listing.members:
+            self.uses[index] = [resource for resource, _ in listing.holds[index]]
+        self.begun = bytearray(self.count)
         self.spans: list[tuple[int, int, int]] = []
-        self.kept: list[list[tuple[int, int, int]]] = [[] for _ in range(resources)]
-        self.events: list[tuple[int, int]] = []  # time, the operation that ends or, as -1 - number, a resource set free
-        self.freed: list[int] = []
+        self.kept: list[list[int]] = [[] for _ in range(resources)]
+        self.events: list[int] = []
+        self.freed: set[int] = set()
 
     def _part(self, index: int, length: int) -> None:
         """The next part of a move takes so long, and its resources in proportion."""
@@ -255,70 +278,68 @@ class _Running:
 
     def start_ready(self, ready: list[int]) -> None:
         """Starts what waits for a resource that is just free, and what became ready, best first."""
-        rank, free, now, kept = self.rank, self.free, self.now, self.kept
+        entries, free, now, kept, uses = self.entry, self.free, self.now, self.kept, self.uses
         fresh: list[int] = []
-        for index in sorted(ready, key=rank.__getitem__):
+        for index in ready:
             if index in self.parts:
-                entry = (*rank[index], index)
-                for resource in self.uses[index]:
-                    insort(kept[resource], entry)
-                self.freed += self.uses[index]
+                for resource in uses[index]:
+                    insort(kept[resource], entries[index])
+                self.freed.update(uses[index])
             else:
                 fresh.append(index)
-        for resource in sorted({r for r in self.freed if kept[r]}, key=lambda r: kept[r][0]):
+        for _, resource in sorted([(kept[r][0], r) for r in self.freed if kept[r]]):
             if free[resource] <= now:
                 self._next(resource)
-        for index in fresh:
-            if all(free[resource] <= now for resource in self.uses[index]):
-                self._start(index)
+        for index in sorted(fresh, key=entries.__getitem__):
+            if any(free[resource] > now for resource in uses[index]):
+                for resource in uses[index]:
+                    insort(kept[resource], entries[index])
             else:
-                for resource in self.uses[index]:
-                    insort(kept[resource], (*rank[index], index))
+                self._start(index)
 
     def _next(self, resource: int) -> None:
         """Starts the first operation kept at a free resource that can."""
-        free, now, uses = self.free, self.now, self.uses
+        free, now, uses, count = self.free, self.now, self.uses, self.count
         for entry in self.kept[resource]:
-            for other in uses[entry[2]]:
+            index = entry % count
+            for other in uses[index]:
                 if free[other] > now:
                     break
             else:
-                for other in uses[entry[2]]:
+                for other in uses[index]:
                     kept = self.kept[other]
                     del kept[bisect_left(kept, entry)]
-                self._start(entry[2])
+                self._start(index)
                 return
 
     def _start(self, index: int) -> None:
-        now, end = self.now, self.now + self.length[index]
-        if index not in self.begun:
+        now, end, base = self.now, self.now + self.length[index], self.events_base
+        if not self.begun[index]:
             self.start[index] = now
-            self.begun.add(index)
+            self.begun[index] = 1
         for resource, busy in self.holds[index]:
-            self.free[resource] = now + busy
-            if now + busy != end:
-                heappush(self.events, (now + busy, -1 - resource))
+            until = now + busy
+            self.free[resource] = until
+            if until != end:
+                heappush(self.events, until * base + self.count + resource)
         self.spans.append((index, now, end))
-        heappush(self.events, (end, index))
+        heappush(self.events, end * base + index)
 
     def advance(self) -> list[int]:
         """Goes to the next time at which something ends or gets free; the operations that became ready."""
-        self.now = self.events[0][0]
-        self.freed = []
+        events, base, count, waits = self.events, self.events_base, self.count, self.waits
+        self.now = events[0] // base
+        self.freed = set()
         ready: list[int] = []
-        waits = self.waits
-        while self.events and self.events[0][0] == self.now:
-            _, index = heappop(self.events)
-            if index < 0:
-                self.freed.append(-1 - index)
+        until = (self.now + 1) * base
+        while events and events[0] < until:
+            index = heappop(events) % base
+            if index >= count:
+                self.freed.add(index - count)
                 continue
-            self.freed += self.uses[index]
+            self.freed.update(self.uses[index])
             if self.parts.get(index, 1) > 1:
-                self.parts[index] -= 1
-                self.rank[index] = self.rank[index][0], self.listing.turns[index][-self.parts[index]]
-                rest = self.listing.length[index] % self.listing.quantum
-                if self.parts[index] == 1 and rest:
-                    self._part(index, rest)
+                self._again(index)
                 ready.append(index)
                 continue
             self.ends[index] = self.now
@@ -327,3 +348,12 @@ class _Running:
                 if not waits[b]:
                     ready.append(b)
         return ready
+
+    def _again(self, index: int) -> None:
+        """A part of a move has ended: the next one has the rank of its round."""
+        self.parts[index] -= 1
+        rank, turn = self.listing.rank[index][0], self.listing.turns[index][-self.parts[index]]
+        self.entry[index] = ((rank - self.least) * self.width + turn) * self.count + index
+        rest = self.listing.length[index] % self.listing.quantum
+        if self.parts[index] == 1 and rest:
+            self._part(index, rest)

@@ -15,7 +15,7 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES = 500, 50
 
 # A number says its unit in its name: `bucket_bytes`, `send_bytes_per_second`, `prompts_per_step`, or the bare unit.
 UNITS = """
-    bytes seconds flops tokens samples prompts sequences requests steps epochs mini_batches micro_batches
+    bytes seconds flops tokens samples prompts sequences requests steps epochs mini_batches micro_batches transitions nodes
     slots nodes ranks replicas groups processes threads descriptors files buckets pieces layers heads elements rows experts
     nics count ratio share fraction percent nats
 """
@@ -30,6 +30,7 @@ DIMENSIONLESS = {
     "identifies something, is not a quantity":
         "id ids index position rank slot source destination replica step turn layer head version seed port pid digest responses expert stream hop",
     "a coordinate or extent in a tensor's own index space": "shape start stop axis axes offset stride dim",
+    "the index of a plan's pool, and the slots or the pool of each": "pool pools pool_of",
     "how a StagePlan cuts, in layers, samples and samples: the words of the config": "pipeline shares micro_batch",
     "the model's sizes under the names of its papers and HF configs": "hidden ffn vocab hidden_size vocab_size",
     "a coefficient of an algorithm under its usual name":

@@ -7,8 +7,8 @@ Every byte of an EMU has a number; a lane holds a set of them before and after. 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from hypothesis import strategies as st
 
@@ -80,8 +80,10 @@ def flows_of(
     return flows, dict(carried)
 
 
-def guarded(before: Places, after: Places, copied: Mapping[Lane, int], lane: Lane) -> int:
-    """Old bytes of a lane that another lane keeps in place."""
+def guarded(before: Places, after: Places, copied: Mapping[Lane, int], lane: Lane, *, held: bool = False) -> int:
+    """Old bytes of a lane that another lane keeps in place, or, where all is `held` until the commit, has."""
+    if held:
+        return len(before.get(lane, NOTHING) & frozenset().union(*(before[o] for o in before if o != lane)))
     others = [before[o] & after.get(o, NOTHING) for o in before if o != lane and not copied.get(o)]
     return len(before.get(lane, NOTHING) & frozenset().union(*others))
 
@@ -96,9 +98,14 @@ def scene(
     chain: bool = False,
     copied: Mapping[tuple[str, Lane], int] | None = None,
     blank: Mapping[tuple[str, Lane], tuple[int, int]] | None = None,
+    shells: Collection[str] = (),
+    through: Collection[str] = (),
     **more: object,
 ) -> Scene:
-    """A scene from placings; `copied` and `blank` (before, after) by EMU and lane; `more` goes to Change."""
+    """A scene from placings; `copied` and `blank` (before, after) by EMU and lane; `more` goes to Change.
+
+    EMUs of `shells` arrive in new engines, those of `through` by way of the hosts.
+    """
     modes, copied, blank = modes or {}, copied or {}, blank or {}
     residencies, flows, carried = [], [], {}
     for emu, (before, after) in emus.items():
@@ -106,24 +113,19 @@ def scene(
         flows += some
         carried |= bytes_of
         moved = {lane: size for (name, lane), size in copied.items() if name == emu}
+        if emu in {*shells, *through}:
+            moved = {lane: len(old) for lane, old in before.items() if lane >= 0}
+        held = emu in through or (emu in shells and modes.get(emu, "beside") == "beside")
         for lane in sorted({*before, *after}):
-            old, new = before.get(lane, NOTHING), after.get(lane, NOTHING)
             here = blank.get((emu, lane), (0, 0))
-            sizes = {"present_bytes": len(old), "target_bytes": len(new), "kept_bytes": len(old & new)}
-            residencies.append(
-                Residency(
-                    emu=emu,
-                    lane=lane,
-                    **sizes,
-                    copied_bytes=min(moved.get(lane, 0), len(old & new)),
-                    guarded_bytes=guarded(before, after, moved, lane),
-                    blank_present_bytes=here[0],
-                    blank_target_bytes=here[1],
-                )
-            )
+            guard = guarded(before, after, moved, lane, held=held)
+            residencies.append(_residency(emu, lane, before, after, moved.get(lane, 0), guard, here))
     options: dict[str, object] = {"chunk_bytes": 1 << 20, "least_chunk_bytes": 1} | more
     change = Change(
-        emus=tuple(_emu_change(emu, modes.get(emu, "beside")) for emu in emus),
+        emus=tuple(
+            replace(_emu_change(emu, modes.get(emu, "beside")), shell=emu in shells, through_host=emu in through)
+            for emu in emus
+        ),
         residencies=tuple(residencies),
         flows=tuple(flows),
         capacity_bytes=dict(capacity),
@@ -131,6 +133,23 @@ def scene(
         **options,  # type: ignore[arg-type]
     )
     return Scene(change, fleet, {e: b for e, (b, _) in emus.items()}, {e: a for e, (_, a) in emus.items()}, carried)
+
+
+def _residency(
+    emu: str, lane: Lane, before: Places, after: Places, copied: int, guard: int, blank: tuple[int, int]
+) -> Residency:
+    old, new = before.get(lane, NOTHING), after.get(lane, NOTHING)
+    return Residency(
+        emu=emu,
+        lane=lane,
+        present_bytes=len(old),
+        target_bytes=len(new),
+        kept_bytes=len(old & new),
+        copied_bytes=min(copied, len(old & new)),
+        guarded_bytes=guard,
+        blank_present_bytes=blank[0],
+        blank_target_bytes=blank[1],
+    )
 
 
 def _emu_change(emu: str, mode: Mode) -> EmuChange:
@@ -151,24 +170,30 @@ def joined(*parts: Places) -> Places:
 
 @dataclass
 class World:
-    """What a graph's operations do to bytes, by EMU and lane; `parked` by EMU, where they wait and whence they came.
+    """What a graph's operations do to bytes, by EMU and lane; `parked` and `snapshot` by EMU, where they are and whence.
 
     An operation changes something when it ends; room is taken when an allocate ends. It asserts that nothing is read
-    that is not there and that no lane ever holds more than its capacity.
+    that is not there, that no lane ever holds more than its capacity, and that a shell is built in all its memory
+    before anything arrives in it.
     """
 
     scene: Scene
     graph: TransitionGraph
     old: dict[tuple[str, Lane], set[int]] = field(default_factory=dict)
     new: dict[tuple[str, Lane], set[int]] = field(default_factory=lambda: defaultdict(set))
-    snapshot: dict[tuple[str, Lane], set[int]] = field(default_factory=lambda: defaultdict(set))
+    snapshot: dict[tuple[str, Lane, Lane], set[int]] = field(default_factory=lambda: defaultdict(set))
     parked: dict[tuple[str, Lane, Lane], set[int]] = field(default_factory=lambda: defaultdict(set))
     level: dict[Lane, int] = field(default_factory=dict)
     lost: set[Lane] = field(default_factory=set)
+    room: dict[tuple[str, Lane, str], int] = field(default_factory=lambda: defaultdict(int))
+    built: set[tuple[str, Lane]] = field(default_factory=set)
+    stripped: set[tuple[str, Lane]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.level = self.scene.change.used_bytes()
         self.modes = {emu.emu: emu.mode for emu in self.scene.change.emus}
+        self.shells = {emu.emu for emu in self.scene.change.emus if emu.shell}
+        self.through = {emu.emu for emu in self.scene.change.emus if emu.through_host}
         self.places = {(r.emu, r.lane): r for r in self.scene.change.residencies}
         for emu, places in self.scene.before.items():
             for lane, numbers in places.items():
@@ -207,27 +232,48 @@ class World:
         if op.delta_bytes:
             self.level[op.lanes[0]] = self.level.get(op.lanes[0], 0) + op.delta_bytes
             assert 0 <= self.level[op.lanes[0]] <= self.scene.change.capacity_bytes[op.lanes[0]], op.id
+            self.room[(*op.key, op.note)] += op.size_bytes if op.kind == "allocate" else 0
+        if emu in self.shells:
+            self._shell(op)
         if op.kind == "copy":
-            held = self.old[op.key] if op.via is None else self.parked[emu, op.via, op.lanes[0]]
+            held = self._read(op) if op.via is None or emu in self.through else self.parked[emu, op.via, op.lanes[0]]
             assert self.copied(*op.key) <= held, op.id
             assert len(self.copied(*op.key)) == op.size_bytes
             self.new[op.key] |= self.copied(*op.key)
         elif op.kind == "release":
             self._release(op)
         elif op.note == "snapshot" and op.kind == "stage_out":
-            self.snapshot[emu, op.lanes[1]] |= self.old[op.key]
+            self.snapshot[emu, op.lanes[1], op.lanes[0]] |= self.old[op.key]
         elif op.note == "parked" and op.kind == "stage_out":
             assert self.own(op) <= self.old[op.key], op.id
             self.parked[emu, op.lanes[1], op.lanes[0]] |= self.own(op)
         elif op.kind in MOVES:
             source, destination = op.lanes
             numbers = self.flow_bytes(emu, source, destination, op.hop, op.start, op.size_bytes)
-            held = self.old.get((emu, source), set()) if op.hop == 0 else self.new[emu, source]
-            assert numbers <= held | (self.parked[emu, op.via, source] if op.via is not None else set()), op.id
+            assert numbers <= (self._read(op) if op.hop == 0 else self.new[emu, source]), op.id
             assert not numbers & self.new[emu, destination], op.id
             self.new[emu, destination] |= numbers
         elif op.kind == "verify":
             assert self.new[op.key] == set(self.scene.after[emu][op.lanes[0]]), op.id
+
+    def _read(self, op: Operation) -> set[int]:
+        """Old bytes where a move or a copy reads them: on the lane or parked; in the snapshot what goes through it."""
+        emu, lane = op.key
+        if emu in self.through and lane >= 0:
+            assert op.via is not None, op.id
+            return self.snapshot[emu, op.via, lane]
+        return self.old.get(op.key, set()) | (self.parked[emu, op.via, lane] if op.via is not None else set())
+
+    def _shell(self, op: Operation) -> None:
+        end = op.emu, op.lanes[-1] if op.lanes else 0
+        if op.kind == "build_engine":
+            r = self.places[end]
+            assert (self.room[(*end, "")], self.room[(*end, "blank")]) == (r.target_bytes, r.blank_target_bytes), op.id
+            self.built.add(end)
+        elif op.kind == "release" and op.note == "blank":
+            self.stripped.add(end)
+        elif end[1] >= 0 and (op.kind == "copy" or (op.kind in MOVES and op.note == "")):
+            assert end in self.built, op.id
 
     def _release(self, op: Operation) -> None:
         if op.note == "":
@@ -236,7 +282,9 @@ class World:
             assert numbers <= self.old[op.key], op.id
             self.old[op.key] -= numbers
         elif op.note.startswith("snapshot"):
-            self.snapshot[op.key].clear()
+            for key, numbers in self.snapshot.items():
+                if key[:2] == op.key and op.note == f"snapshot {lane_id(key[2])}":
+                    numbers.clear()
         elif op.note.startswith("parked"):
             outs = [
                 o
@@ -293,6 +341,7 @@ def any_scene(choose: Choose) -> Scene:
     modes: dict[str, Mode] = {}
     copied: dict[tuple[str, Lane], int] = {}
     blank: dict[tuple[str, Lane], tuple[int, int]] = {}
+    shells, through = set[str](), set[str]()
     for index in range(choose(1, 3)):
         emu, size = f"emu{index}", choose(1, 8)
         before = {lane: _some(range(size), choose) for lane in lanes if choose(0, 1)}
@@ -304,6 +353,8 @@ def any_scene(choose: Choose) -> Scene:
             after[lane] = after.get(lane, NOTHING) | (numbers - frozenset().union(*after.values()))
         emus[emu] = before, after
         modes[emu] = ("beside", "snapshot", "checkpoint", "checkpoint")[choose(0, 3)]
+        shells |= {emu} if choose(0, 2) == 0 else set()
+        through |= {emu} if modes[emu] == "snapshot" and choose(0, 1) else set()
         for lane in lanes[:slots]:
             if choose(0, 4) == 0:
                 copied[emu, lane] = choose(1, 3)
@@ -317,11 +368,13 @@ def any_scene(choose: Choose) -> Scene:
             level[lane] += len(before.get(lane, NOTHING)) + here[0]
             top[lane] += len(after.get(lane, NOTHING)) + here[1]
             if modes[emu] == "beside" and lane >= 0 and choose(0, 1):
-                top[lane] += len(before.get(lane, NOTHING))
+                top[lane] += len(before.get(lane, NOTHING)) + (here[0] if emu in shells else 0)
     capacity = {lane: max(level[lane], top[lane]) + (0 if exact else choose(0, 2)) for lane in range(slots)}
     capacity |= {host: max(level[host], top[host]) + choose(0, 40) for host in hosts}
     phases = {lane: choose(0, 5) for lane in range(slots)}
-    return scene(emus, fleet, capacity, modes=modes, relay=relay, copied=copied, blank=blank, phase_bytes=phases)
+    outside = (("build_groups", "allocate"), ("build_engine",), (), ())[choose(0, 3)]
+    ways = {"modes": modes, "shells": shells, "through": through, "copied": copied, "blank": blank}
+    return scene(emus, fleet, capacity, relay=relay, phase_bytes=phases, outside=outside, **ways)  # type: ignore[arg-type]
 
 
 def _some(numbers: Sequence[int], choose: Choose) -> Bytes:

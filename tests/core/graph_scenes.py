@@ -101,6 +101,28 @@ def reference_back_from_host() -> Scene:
     return scene(emus, uniform(2), {0: 20, 1: 20, HOST: 40})
 
 
+def shell_beside_with_room() -> Scene:
+    """TP2 to PP2 on two slots with room: the new engine is built beside the step, then filled; the old one stays whole."""
+    quarter = split(0, 40, [0, 1, 2, 3])
+    halves = {0: quarter[0] | quarter[2], 1: quarter[1] | quarter[3]}
+    stages = {0: quarter[0] | quarter[1], 1: quarter[2] | quarter[3]}
+    blank = {("actor.train", slot): (6, 6) for slot in range(2)}
+    room, phases = on_slots(60, slots=2), {0: 8, 1: 8}
+    return scene(
+        {"actor.train": (halves, stages)}, uniform(2), room, shells=["actor.train"], blank=blank, phase_bytes=phases
+    )
+
+
+def swap_through_the_host_on_full_slots() -> Scene:
+    """Two models change places on full slots, each by way of the host: no slot waits for another's room."""
+    emus = {
+        "actor.train": (split(0, 24, [0, 1]), joined(split(0, 12, [2, 3]), split(12, 12, [1]))),
+        "critic.train": (split(0, 24, [2, 3]), joined(split(0, 12, [0]), split(12, 12, [2, 3]))),
+    }
+    modes: dict[str, Mode] = dict.fromkeys(emus, "snapshot")
+    return scene(emus, FOUR, on_slots(12, host=48), modes=modes, shells=emus, through=emus)
+
+
 NAMED: dict[str, Callable[[], Scene]] = {
     make.__name__: make
     for make in (
@@ -113,5 +135,7 @@ NAMED: dict[str, Callable[[], Scene]] = {
         critic_and_actor_at_once_with_offload,
         moe_ep_change,
         reference_back_from_host,
+        shell_beside_with_room,
+        swap_through_the_host_on_full_slots,
     )
 }

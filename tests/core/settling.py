@@ -100,6 +100,8 @@ class Trial:
                 lane: size for lane, size in self.world.level.items() if size
             }
         assert (settled.result == "rolled_back") <= (not self.world.lost and not committed)
+        beside = {emu.emu for emu in self.scene.change.emus if emu.shell and emu.mode == "beside"}
+        assert committed or not any(emu in beside for emu, _ in self.world.stripped), "the old engine lacks memory"
         for emu in self.scene.before:
             self.judge_emu(emu, settled, committed=committed)
         replayed = Execution(self.graph)
@@ -151,5 +153,8 @@ def trial(choose: Choose, faults: int = 40) -> Counter[str]:
     found["with parked bytes"] += "parked" in kinds
     found["with snapshots"] += "snapshot" in kinds
     found["with relays"] += any(op.hop for op in run.graph.operations)
+    found["with shells"] += any(emu.shell for emu in scene.change.emus)
+    found["through hosts"] += bool(scene.change.through())
+    found["with work outside"] += any(op.place == "outside" for op in run.graph.operations)
     found["operations"] += len(run.graph.operations)
     return found

@@ -19,13 +19,17 @@ from nereus.events import (
     Event,
     Finish,
     JobReady,
+    Recover,
+    Recovered,
     RunStep,
+    SlotsLost,
     StepFinished,
     StopRequested,
     TransitionDone,
     TransitionFailed,
 )
-from nereus.layout import Plan, first_plan
+from nereus.layout import STAGES, Plan, first_plan
+from nereus.survivors import surviving_plan
 from nereus.transition import placed_change
 from nereus.world import drive
 from tests.core.scenes import CONFIG, DP4, PP2_DP2, THREE, TP2_PP2, with_changes
@@ -58,6 +62,12 @@ def failed(plan: Plan) -> TransitionFailed:
 STOP = StopRequested(at_seconds=0.0)
 
 
+def widest(change: PlanChange) -> int:
+    """The most slots that a stage of the change takes."""
+    stages = (getattr(change, name) for name in STAGES)
+    return max((max(s.tp * s.pp * s.dp, max(s.slots or (0,)) + 1) for s in stages if s is not None), default=0)
+
+
 class ControllerMachine(RuleBasedStateMachine):
     """A model of the table beside the controller: what it must command next follows from what it has commanded."""
 
@@ -73,25 +83,38 @@ class ControllerMachine(RuleBasedStateMachine):
         self.pending: Command | None = None  # what the world carries out now
         self.started: list[int] = []
         self.changed_before: list[int] = []
+        self.prepared: ChangePlan | None = None  # beside the step that runs
         self.begun = self.stopped = False
 
     def take(self, commands: tuple[Command, ...]) -> None:
-        """Exactly one command follows a safe point, and it is the right one."""
-        (command,) = commands
+        """What follows a safe point: the end, the change that is due, or the step with the change due after it."""
         step = len(self.started) + 1
-        self.pending = command
+        self.pending, self.prepared = commands[-1], None
         if self.stopped or step > self.steps:
-            assert command == Finish(reason="stopped" if self.stopped else "done")
+            assert commands == (Finish(reason="stopped" if self.stopped else "done"),)
             return
-        change = self.scripted.get(step)
-        plan = self.plan if change is None else placed_change(self.config, self.plan, change)
-        if plan != self.plan and step not in self.changed_before:
+        if (plan := self.due(step)) is not None:
+            (command,) = commands
             assert isinstance(command, ChangePlan)
             assert (command.step, command.plan) == (step, plan)
-            self.changed_before.append(step)
             return
-        assert command == RunStep(step=step)
+        assert commands[-1] == RunStep(step=step)
         self.started.append(step)
+        plan = self.due(step + 1) if step < self.steps else None
+        assert len(commands) == (1 if plan is None else 2)
+        if plan is not None:
+            assert isinstance(commands[0], ChangePlan)
+            assert (commands[0].step, commands[0].plan) == (step + 1, plan)
+            self.prepared = commands[0]
+
+    def due(self, step: int) -> Plan | None:
+        """The plan that the script wants before a step and has not been commanded."""
+        change = self.scripted.get(step)
+        if change is None or step in self.changed_before:
+            return None
+        self.changed_before.append(step)
+        plan = placed_change(self.config, self.plan, change)
+        return None if plan == self.plan else plan
 
     @precondition(lambda self: not self.begun)
     @rule()
@@ -102,7 +125,12 @@ class ControllerMachine(RuleBasedStateMachine):
     @precondition(lambda self: isinstance(self.pending, RunStep))
     @rule()
     def step_finishes(self) -> None:
-        self.take(self.controller.handle(finished(self.started[-1])))
+        commands = self.controller.handle(finished(self.started[-1]))
+        if self.prepared is None:
+            self.take(commands)
+        else:
+            assert commands == ()
+            self.pending, self.prepared = self.prepared, None
 
     @precondition(lambda self: isinstance(self.pending, ChangePlan))
     @rule(succeeds=st.booleans())
@@ -112,6 +140,26 @@ class ControllerMachine(RuleBasedStateMachine):
         if succeeds:
             self.plan = command.plan
         self.take(self.controller.handle(done(command.plan) if succeeds else failed(command.plan)))
+
+    @precondition(lambda self: self.begun and not isinstance(self.pending, Finish) and self.config.fleet.slots > 2)
+    @rule(slot=st.integers(0, 3), back=st.integers(0, 2))
+    def a_slot_is_lost(self, slot: int, back: int) -> None:
+        """Whatever runs is void; the job goes on, perhaps from an earlier step."""
+        slots = self.config.fleet.slots
+        lost = (slot % slots,)
+        event = SlotsLost(
+            at_seconds=0.0, lost_slots=lost, slot_count=slots, plan=self.plan, reason="planned by the test"
+        )
+        (command,) = self.controller.handle(event)
+        self.config, self.plan = surviving_plan(self.config, self.plan, lost)
+        assert command == Recover(lost_slots=lost, plan=self.plan)
+        assert all(max(stage.slots) < slots - 1 for _, stage in self.plan.stages())
+        if isinstance(self.pending, RunStep):
+            self.started.pop()
+        del self.started[max(len(self.started) - back, 0) :]
+        self.scripted = {step: change for step, change in self.scripted.items() if widest(change) < slots}
+        done = Recovered(at_seconds=0.0, plan=self.plan, slots=slots - 1, next_step=len(self.started) + 1)
+        self.take(self.controller.handle(done))
 
     @rule(chance=st.integers(0, 3))
     def stop_is_asked_for(self, chance: int) -> None:
@@ -172,6 +220,8 @@ class ScriptedWorld:
 
     def __init__(self, *, stop_in: int | None = None, failing: tuple[int, ...] = ()) -> None:
         self.queue: deque[Event] = deque([ready()])
+        self.prepared: Event | None = None
+        self.step = 0
         self.stop_in, self.failing = stop_in, failing
         self.done: list[Command] = []
 
@@ -186,8 +236,16 @@ class ScriptedWorld:
                 if step == self.stop_in:
                     self.queue.append(STOP)
                 self.queue.append(finished(step))
+                self.step = step
+                if self.prepared is not None:
+                    self.queue.append(self.prepared)
+                    self.prepared = None
             case ChangePlan(step=step, plan=plan):
-                self.queue.append(failed(plan) if step in self.failing else done(plan))
+                event = failed(plan) if step in self.failing else done(plan)
+                if step == self.step + 1:
+                    self.queue.append(event)
+                else:
+                    self.prepared = event
             case Finish():
                 pass
 
@@ -207,7 +265,7 @@ def test_a_world_is_driven_through_the_script() -> None:
     world = ScriptedWorld()
     controller = Controller(SCRIPT)
     drive(controller, world)
-    expected = "change1 step1 step2 change3 step3 step4 change5 step5 finish"  # before 4 the plan is already that
+    expected = "change1 step1 change3 step2 step3 change5 step4 step5 finish"  # before 4 the plan is already that
     assert words(world) == expected.split()
     assert world.done[-1] == Finish(reason="done")
     assert controller.plan.actor_train.slots == controller.plan.critic_train.slots == (0, 1, 3)
@@ -220,12 +278,12 @@ def test_a_failed_change_leaves_the_plan_and_the_run_goes_on() -> None:
     assert words(world) == [
         "change1",
         "step1",
-        "step2",
         "change3",
-        "step3",
+        "step2",
         "change4",
-        "step4",
+        "step3",
         "change5",
+        "step4",
         "step5",
         "finish",
     ]
@@ -235,7 +293,7 @@ def test_a_failed_change_leaves_the_plan_and_the_run_goes_on() -> None:
 def test_a_stop_ends_the_run_at_the_next_safe_point() -> None:
     world = ScriptedWorld(stop_in=2)
     drive(Controller(SCRIPT), world)
-    assert words(world) == ["change1", "step1", "step2", "finish"]
+    assert words(world) == ["change1", "step1", "change3", "step2", "finish"]
     assert world.done[-1] == Finish(reason="stopped")
 
 

@@ -19,6 +19,7 @@ from nereus.config import (
     ModelConfig,
     PlanChange,
     PlanConfig,
+    ProbeConfig,
     RunConfig,
     StageConfig,
     WarmupConfig,
@@ -34,8 +35,10 @@ from nereus.runtime.phases import Phases, task_of
 from nereus.runtime.pool import SlotPool
 from nereus.runtime.real import RealWorld, export_model, other_states
 from nereus.transition import placed_change
+from nereus.transitions.change import Mode
 from nereus.validate import validate
 from nereus.world import drive
+from tests.live.faults import plant
 
 S = StageConfig
 FIRST = PlanConfig(
@@ -65,6 +68,7 @@ def config(**changes: Any) -> Config:
         model=ModelConfig(init_std=0.08),
         warmup=WarmupConfig(steps=12, samples=32, lr=3e-3),
         plan=FIRST,
+        probe=ProbeConfig(seconds=0.0),
         logger=LoggerConfig(wandb="off"),
     )
     made = replace(base, **changes)
@@ -75,13 +79,36 @@ def config(**changes: Any) -> Config:
 class NeverStop:
     """A user who lets the run go on."""
 
-    requested = False
+    requested: bool = False
 
     def hold(self) -> None:
         """Nothing to hold."""
 
 
-def run_job(pool: SlotPool, job_config: Config, folder: Path, recorded: Path | None = None) -> RealWorld:
+class Planting(NeverStop):
+    """Plants faults in slots once the job is ready: {slot: (fault, kind of task, EMU)}."""
+
+    def __init__(self, pool: SlotPool, faults: Mapping[int, tuple[str, str, str]]) -> None:
+        self._pool, self._faults = pool, dict(faults)
+
+    @property
+    def requested(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Asked between commands: the first time is when the job is ready."""
+        faults, self._faults = self._faults, {}
+        if faults:
+            self._pool.call("apply", {slot: (plant, *fault) for slot, fault in faults.items()})
+        return False
+
+
+def run_job(
+    pool: SlotPool,
+    job_config: Config,
+    folder: Path,
+    recorded: Path | None = None,
+    *,
+    faults: Mapping[int, tuple[str, str, str]] | None = None,
+    modes: Mapping[str, Mode] | None = None,
+) -> RealWorld:
     """A whole run through controller and world on the shared slots; returns the world with its records."""
     made = create_run_folder(job_config, folder)
     world = RealWorld(
@@ -91,9 +118,10 @@ def run_job(pool: SlotPool, job_config: Config, folder: Path, recorded: Path | N
         journal=Journal(made.events),
         metrics=open_metrics(job_config, made, lambda _: None),
         display=QuietDisplay(),
-        stop=NeverStop(),
+        stop=Planting(pool, faults or {}),
         recorded=recorded,
     )
+    world.job.modes.update(modes or {})
     drive(Controller(job_config), world)
     world.metrics.close()
     world.journal.close()

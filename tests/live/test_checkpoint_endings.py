@@ -34,7 +34,7 @@ JOB = replace(
     run=RunConfig(name="ending", seed=1, steps=12),
     model=ModelConfig(hidden=512, ffn=1536),
     warmup=WarmupConfig(steps=2, samples=8),
-    fleet=FleetConfig(slots=2),
+    fleet=FleetConfig(slots=2, on_loss="stop"),
     plan=PlanConfig(actor_train=S(dp=2), critic_train=S(tp=2), actor_generate=S(dp=2), reference_infer=S(pp=2)),
     checkpoint=CheckpointConfig(every_steps=1, keep_count=2),
 )

@@ -24,7 +24,7 @@ from tests.live.scene import S, changes, config
 JOB = replace(
     config(),
     run=RunConfig(name="ending", seed=1, steps=500),
-    fleet=FleetConfig(slots=2),
+    fleet=FleetConfig(slots=2, on_loss="stop"),
     plan=PlanConfig(actor_train=S(dp=2), critic_train=S(tp=2), actor_generate=S(dp=2), reference_infer=S(pp=2)),
     changes=changes((3, {"actor_train": S(tp=2)})),
 )

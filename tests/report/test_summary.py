@@ -95,7 +95,7 @@ def test_the_text_says_it_all(tmp_path: Path) -> None:
         "pause 1.500 s (quiesce 0.500, move 1.000)",
         "planned 2,000,000, counted 2,000,000: equal (2.0 MB); state version 7",
         "failed: a peer did not answer",
-        "share of run time: 5.00% of the 30.0 s of training",
+        "share of run time, pauses alone: 5.00% of the 30.0 s of training",
         "weight sync, mean of a step: 0.200 s, 1,000,000 bytes",
         "max |dlogp| 1.20e-05, mean exp|dlogp| 1.000100",
         "slot 10",

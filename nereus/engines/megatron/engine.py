@@ -6,6 +6,7 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -62,19 +63,29 @@ def adam_of(algorithm: AlgorithmConfig, model: str) -> Adam:
 class TrainEngine:
     """Builds `stage` of `spec` on this slot over the slots of the stage; state is unfilled until `views` are written.
 
-    With `adam` None there is neither DDP nor optimizer (an inference-only stage). Collective over the stage's slots.
+    With `adam` None there is neither DDP nor optimizer (an inference-only stage). Collective over the stage's slots
+    where `groups`, of the stage's slots and layout, are not given.
     """
 
-    def __init__(self, world: ProcessWorld, spec: ModelSpec, stage: StagePlan, slot: int, adam: Adam | None) -> None:
+    def __init__(
+        self,
+        world: ProcessWorld,
+        spec: ModelSpec,
+        stage: StagePlan,
+        slot: int,
+        adam: Adam | None,
+        groups: ModelGroups | None = None,
+    ) -> None:
         self.spec, self.stage, self.adam = spec, stage, adam
         rank = stage.rank_of(slot)
         if rank is None:
             raise ValueError(f"slot {slot} takes no part in {emu_name(stage)}")
         self.at: Coordinates = stage.layout.coordinates(rank)
         self.params: tuple[Param, ...] = megatron_params(spec, stage.layout, self.at)
-        self.groups = ModelGroups(world, world.sub(stage.slots), stage.layout)
+        self.groups = groups or ModelGroups(world, world.sub(stage.slots), stage.layout)
         self.first_stage, self.last_stage = self.at.pp == 0, self.at.pp == stage.layout.pp - 1
         self.optimizer: Any = None
+        self._host: tuple[Path, list[tuple[torch.UntypedStorage, int]]] | None = None
         self._inners: tuple[Any, ...] = ()
         with self.groups.inside():
             self.config = transformer_config(spec, stage)
@@ -252,10 +263,64 @@ class TrainEngine:
                 held["optimizer"] += copies * main.numel() * 4
         return held
 
-    def close(self) -> None:
-        """Drops the model and destroys its groups. Local."""
+    def _gradient_buffers(self) -> list[Tensor]:
+        if self.optimizer is None:
+            return []
+        return [b.grad_data for b in (*self.model.buffers, *self.model.expert_parallel_buffers)]
+
+    def drop_gradients(self) -> None:
+        """Gives the gradients' memory back; until `restore_gradients` the engine cannot train."""
+        for buffer in self._gradient_buffers():
+            buffer.untyped_storage().resize_(0)
+
+    def restore_gradients(self) -> bool:
+        """Takes dropped gradients' memory again, zeroed; whether any were dropped."""
+        dropped = [b for b in self._gradient_buffers() if not b.untyped_storage().nbytes() and b.numel()]
+        for buffer in dropped:
+            buffer.untyped_storage().resize_(buffer.numel() * buffer.element_size())
+            buffer.zero_()
+        return bool(dropped)
+
+    def _storages(self) -> list[torch.UntypedStorage]:
+        found = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in self._tensors.values()}
+        return list(found.values())
+
+    def offload(self, path: Path) -> int:
+        """Moves the weights of an inference-only stage to a new file in host memory; the bytes. OSError."""
+        storages = self._storages()
+        with path.open("xb") as file:
+            for storage in storages:
+                held = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+                file.write(held.to("cpu", copy=True).numpy().data)  # numpy would pin the size of what it shares
+        self._host = path, [(storage, storage.nbytes()) for storage in storages]
+        for storage in storages:
+            storage.resize_(0)
+        return sum(size for _, size in self._host[1])
+
+    def bring_back(self) -> int:
+        """The weights as they were before `offload`, whose file goes; the bytes, 0 where they are here."""
+        if self._host is None:
+            return 0
+        (path, storages), self._host = self._host, None
+        with path.open("rb") as file:
+            for storage, size in storages:
+                storage.resize_(size)
+                data = torch.frombuffer(bytearray(file.read(size)), dtype=torch.uint8)
+                torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).copy_(data)
+        path.unlink()
+        return sum(size for _, size in storages)
+
+    def release(self) -> ModelGroups:
+        """Drops the model; its groups, which still stand. Local."""
+        if self._host is not None:
+            self._host[0].unlink(missing_ok=True)
+            self._host = None
         self.model = self.module = self.optimizer = None
         self._inners = ()
         self._tensors = {}
         gc.collect()
-        self.groups.close()
+        return self.groups
+
+    def close(self) -> None:
+        """Drops the model and destroys its groups. Local."""
+        self.release().close()

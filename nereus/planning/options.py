@@ -1,0 +1,164 @@
+"""Options of one model-stage on one ground: a choice with its seconds and bytes as plain numbers, and which of them matter.
+
+A pool's memory needs little of a stage: what it leaves between phases (`resident_bytes`) and what its largest phase takes
+beyond that (`excess_bytes`). All stages of a pool fit exactly when the sum of the first and the largest of the second do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from operator import attrgetter
+
+from nereus.planning.bytes import StageBytes
+from nereus.planning.evaluate import Problem, cache_room
+from nereus.planning.ground import Ground
+from nereus.planning.job import PHASES_OF
+from nereus.planning.plan import Keep, StageChoice
+from nereus.planning.space import Space, engine_layouts, stage_choices, stage_keeps, stage_layouts
+from nereus.planning.stagework import Terms, forward_work, generate_work, update_work
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Option:
+    """A choice: seconds of its phases in the blocks infer and train, bytes on a slot and in host memory."""
+
+    choice: StageChoice
+    infer_seconds: float
+    train_seconds: float
+    resident_bytes: float
+    excess_bytes: float
+    host_bytes: float
+
+    @property
+    def seconds(self) -> float:
+        """Of both blocks."""
+        return self.infer_seconds + self.train_seconds
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineOption:
+    """An engine: its bytes, and its seconds as a function of the cache that is left to it."""
+
+    choice: StageChoice
+    resident_bytes: float
+    excess_bytes: float
+
+
+@dataclass(kw_only=True)
+class Table:
+    """The options of a stage on one ground that fit by themselves; of those that do not, the one that needs least.
+
+    `smallest_bytes` counts its peak and what it leaves.
+    """
+
+    options: list[Option] = field(default_factory=list[Option])
+    smallest: StageChoice | None = None
+    smallest_bytes: float = float("inf")
+
+
+def stage_options(problem: Problem, name: str, ground: Ground, space: Space, *, alone: bool) -> Table:
+    """Every option of a stage that trains or infers."""
+    room = ground.room_bytes / (1 + problem.memory.margin_share)
+    keeps = stage_keeps(problem.memory, name, alone=alone)
+    table = Table()
+    for layout in stage_layouts(problem.job, name, ground, space):
+        for choice in stage_choices(problem.job, name, layout, space):
+            _enter(table, problem, name, choice, ground, keeps, room)
+    return table
+
+
+def _enter(
+    table: Table, problem: Problem, name: str, choice: StageChoice, ground: Ground, keeps: Iterable[Keep], room: float
+) -> None:
+    work: list[Terms] = []
+    for keep in keeps:
+        kept = replace(choice, keep=keep)
+        sizes = problem.memory.stage(problem.job, name, kept)
+        peak = max(sum(phase.values()) for phase in sizes.phases.values())
+        resident = sum(sizes.resident.values())
+        if max(peak, resident) <= room:
+            work = work or _work(problem, name, choice, ground)
+            table.options.append(_option(name, kept, ground, sizes, work))
+        elif peak + resident < table.smallest_bytes:
+            table.smallest, table.smallest_bytes = kept, peak + resident
+
+
+def _work(problem: Problem, name: str, choice: StageChoice, ground: Ground) -> list[Terms]:
+    shape = problem.job.model(name).shape
+    work = [forward_work(problem.job, shape, choice, ground.rates)]
+    if name.endswith("_train"):
+        work.append(update_work(problem.job, shape, choice, ground.rates))
+    return work
+
+
+def _option(name: str, choice: StageChoice, ground: Ground, sizes: StageBytes, work: list[Terms]) -> Option:
+    port = ground.coefficients["offload"] / ground.rates.host_bytes_per_second
+    seconds = [
+        ground.seconds(terms) + port * sizes.moved[phase] for phase, terms in zip(PHASES_OF[name], work, strict=True)
+    ]
+    resident = sum(sizes.resident.values())
+    peak = max(sum(phase.values()) for phase in sizes.phases.values())
+    return Option(
+        choice=choice,
+        infer_seconds=seconds[0],
+        train_seconds=sum(seconds[1:]),
+        resident_bytes=resident,
+        excess_bytes=peak - resident,
+        host_bytes=sum(sizes.offloaded.values()),
+    )
+
+
+def engine_options(
+    problem: Problem, ground: Ground, *, every_slot: bool = False, fewer: bool = False
+) -> list[EngineOption]:
+    """Every engine whose weights and least cache fit by themselves."""
+    room = ground.room_bytes / (1 + problem.memory.margin_share)
+    found: list[EngineOption] = []
+    for layout in engine_layouts(problem.job, ground, every_slot=every_slot, fewer=fewer):
+        if layout.tp > max(ground.domain_slots) and found:
+            break
+        engine = problem.memory.engine(problem.job, layout)
+        resident = sum(engine.resident.values())
+        peak = sum(engine.fixed.values()) + engine.least_bytes
+        if max(peak, resident) <= room:
+            choice = StageChoice(layout=layout)
+            found.append(EngineOption(choice=choice, resident_bytes=resident, excess_bytes=peak - resident))
+    return found
+
+
+@dataclass(kw_only=True)
+class EngineTimes:
+    """Seconds of generation, each asked for once: they depend on the cache, and that is often all that can be used."""
+
+    problem: Problem
+    known: dict[tuple[object, ...], float] = field(default_factory=dict[tuple[object, ...], float])
+
+    def seconds(self, option: EngineOption, ground: Ground, others_bytes: float) -> float:
+        """Seconds of generation beside what others leave on the slots."""
+        layout, memory = option.choice.layout, self.problem.memory
+        cache = cache_room(memory, ground.room_bytes, memory.engine(self.problem.job, layout), others_bytes)
+        key = (layout, ground.devices, ground.rates.slots_per_node, cache)
+        if key not in self.known:
+            self.known[key] = ground.seconds(generate_work(self.problem.job, layout, ground.rates, cache))
+        return self.known[key]
+
+
+def front(options: Iterable[Option], *, together: bool) -> list[Option]:
+    """The options that no other one matches in everything: seconds of each block (or `together`), and bytes.
+
+    Sorted by seconds. Of equal ones the first stays.
+    """
+    kept: list[tuple[float, float, float, float, float]] = []
+    found: list[Option] = []
+    for option in sorted(options, key=attrgetter("seconds")):
+        first = option.seconds if together else option.infer_seconds
+        second = 0.0 if together else option.train_seconds
+        resident, excess, host = option.resident_bytes, option.excess_bytes, option.host_bytes
+        for a, b, c, d, e in kept:
+            if c <= resident and d <= excess and e <= host and a <= first and b <= second:
+                break
+        else:
+            kept.append((first, second, resident, excess, host))
+            found.append(option)
+    return found

@@ -1,0 +1,58 @@
+"""Slots that leave and come back at steps of the configuration, as a spot market or a scheduler would have it.
+
+A slot that leaves is announced before the step that runs without it, so that its state can be moved off it first. One that
+comes back is started beside the steps; it joins at the first safe point after its engines are imported.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from nereus.config import Config
+from nereus.layout import Plan
+from nereus.runtime.pool import SlotPool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SlotsLeaving:
+    """These slots of the pool leave before the next step."""
+
+    at_seconds: float
+    slots: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SlotsArrived:
+    """So many new slot processes wait to join the world."""
+
+    at_seconds: float
+    slots: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Relaunch:
+    """Save what stands unless `torn`, end every slot process, and resume from the newest checkpoint under `plan`."""
+
+    slots: int
+    plan: Plan
+    torn: bool
+
+
+class FleetSchedule:
+    """What `fleet.schedule` makes of the fleet of a pool."""
+
+    def __init__(self, config: Config, pool: SlotPool) -> None:
+        self._wanted = {each.step: each.slots for each in config.fleet.schedule}
+        self._pool = pool
+
+    def before(self, step: int) -> tuple[SlotsLeaving | SlotsArrived, ...]:
+        """What happens to the fleet before `step`, with the last step's world still standing."""
+        wanted = self._wanted.get(step)
+        present = len(self._pool.numbers)
+        if wanted is not None and wanted > present:
+            self._pool.start_more(wanted - present)
+        if wanted is not None and wanted < present:
+            return (SlotsLeaving(at_seconds=time.time(), slots=self._pool.numbers[wanted:]),)
+        count = self._pool.arrived()
+        return (SlotsArrived(at_seconds=time.time(), slots=count),) if count else ()

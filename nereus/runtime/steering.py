@@ -1,0 +1,314 @@
+"""Between the adaptive controller and the real world: slot numbers, losses, and the journal of what was told and decided.
+
+Inside, slots have stable numbers: those that they started with. Beliefs, bars and the plans that ran speak of the same
+place for the whole run, and so does the journal, which a replay reads without knowing what the pool did. At the edge they
+are dense, because a world of torch.distributed has ranks from 0 on: after a loss the pool's slot i is `ids[i]`.
+
+  world's event    controller's
+  StepObserved     the same, under the controller's names
+  SlotsLost        FleetChanged, and in a change its end: TransitionDone where it was committed, else TransitionFailed
+  Recovered        TransitionDone; StateRestored where steps are done again
+  SlotsLeaving     PreemptionNotice, and FleetChanged once the plan no longer uses them
+  SlotsArrived     FleetChanged once they are in the world
+  SearchDone       the same
+
+  controller's command    world's
+  ChangePlan              the same; Recover while slots are lost, which needs a plan for those that are left
+  Search                  Seek
+  Restart                 Relaunch
+  Record                  a line of the journal
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import count, islice
+
+from nereus.config import Config
+from nereus.control.adaptive import Adaptive
+from nereus.control.controller import AdaptiveCommand, AdaptiveController, AdaptiveEvent, Record
+from nereus.control.outlook import JobOutlook, StepObserved
+from nereus.control.outset import controller_of
+from nereus.control.records import (
+    FleetChanged,
+    PreemptionNotice,
+    Restart,
+    Search,
+    SearchDone,
+    StateRestored,
+    plan_slots,
+)
+from nereus.control.written import written
+from nereus.errors import InvalidEvent
+from nereus.events import (
+    ChangePlan,
+    Command,
+    Event,
+    Finish,
+    JobReady,
+    Recover,
+    Recovered,
+    RunStep,
+    SlotsLost,
+    StepFinished,
+    StopRequested,
+    TransitionDone,
+    TransitionFailed,
+)
+from nereus.fleet import CPU_SLOT, Fleet, Node
+from nereus.layout import Plan
+from nereus.observe import Observed
+from nereus.runtime.fleet_schedule import Relaunch, SlotsArrived, SlotsLeaving
+from nereus.runtime.journal import Journal
+from nereus.runtime.searches import Seek
+
+Told = Event | SearchDone | SlotsLeaving | SlotsArrived
+Order = Command | Seek | Relaunch
+
+
+@dataclass(kw_only=True)
+class Steering:
+    """Has the face of the scripted controller: `handle(event) -> commands`. `seconds` is what deciding took in all."""
+
+    config: Config
+    plan: Plan
+    journal: Journal
+    beliefs: Callable[[], Observed]
+    hosts: Callable[[], Mapping[int, int]]
+    seconds: float = 0.0
+    ids: tuple[int, ...] = ()
+    lost_slots: tuple[int, ...] | None = None  # in the pool's numbers, until the job has recovered
+    again: bool = False  # the step under way runs once more after recovery; the controller never heard of it
+    wanted: Plan | None = None
+    leaving_slots: tuple[int, ...] = ()
+    joining_slots: tuple[int, ...] = ()
+    arriving_slots: tuple[int, ...] = ()
+    controller: AdaptiveController | None = field(default=None, init=False)
+
+    def handle(self, event: Told) -> tuple[Order, ...]:
+        """The world's commands that follow from the world's event; InvalidEvent as the controller's."""
+        match event:
+            case JobReady():
+                return self._begun(event)
+            case StepFinished():
+                return self._tell(self._step(event))
+            case TransitionDone() | TransitionFailed():
+                return self._tell(replace(event, plan=self._wanted()))
+            case SlotsLost():
+                return self._slots_lost(event)
+            case Recovered():
+                return self._recovered(event)
+            case SearchDone() | StopRequested():
+                return self._tell(event)
+            case SlotsLeaving():
+                self.leaving_slots = tuple(self.ids[slot] for slot in event.slots)
+                return self._tell(
+                    PreemptionNotice(
+                        at_seconds=event.at_seconds, slots=self.leaving_slots, deadline_seconds=event.at_seconds
+                    )
+                )
+            case SlotsArrived():
+                return self._arrived(event)
+
+    def close(self) -> None:
+        """Writes down what deciding took."""
+        if self.controller is not None:
+            self.journal.append("control_ended", seconds=self.seconds, transitions=self.controller.transitions_count)
+
+    # -- events -------------------------------------------------------------------------------------------------------
+
+    def _begun(self, event: JobReady) -> tuple[Order, ...]:
+        self.ids = tuple(sorted(self.hosts()))
+        fleet = self._fleet()
+        self.controller = controller_of(self.config, self.plan, fleet, self.beliefs())
+        self.journal.append(
+            "control_started", policy=self.config.nereus.policy, plan=written(self.plan), fleet=written(fleet)
+        )
+        return self._tell(event)
+
+    def _step(self, event: StepFinished) -> StepFinished:
+        if not isinstance(event, StepObserved):
+            return event
+        return replace(
+            event,
+            plan_id=self._controller.plan_id,
+            peak_bytes={str(self.ids[int(slot)]): peak for slot, peak in event.peak_bytes.items()},
+        )
+
+    def _slots_lost(self, event: SlotsLost) -> tuple[Order, ...]:
+        controller = self._controller
+        if self.lost_slots is not None and event.slot_count < len(
+            self.ids
+        ):  # the pool goes on without the earlier ones
+            self.ids, self.lost_slots = self._left(), None
+        self.lost_slots = tuple(sorted({*(self.lost_slots or ()), *event.lost_slots}))
+        gone = frozenset(self.ids[slot] for slot in self.lost_slots)
+        void = gone if event.whole else gone | plan_slots(controller.plan)
+        changing = controller.state == "changing"
+        orders = self._tell(
+            FleetChanged(
+                at_seconds=event.at_seconds,
+                fleet=controller.fleet.without(gone),
+                lost_slots=tuple(sorted(void)),
+            )
+        )
+        if changing:
+            wanted = self._wanted()
+            committed = self._dense(wanted, self.ids) == event.plan
+            end: AdaptiveEvent
+            if committed:
+                end = TransitionDone(at_seconds=event.at_seconds, plan=wanted, state_version=0, pause_seconds=0.0)
+            else:
+                end = TransitionFailed(at_seconds=event.at_seconds, plan=wanted, reason=event.reason)
+            return (*orders, *self._tell(end))
+        if controller.state == "running":  # no slot of the plan was lost: the same plan in a new world, the step again
+            self.again = True
+            return (*orders, self._recover(controller.plan))
+        return orders
+
+    def _arrived(self, event: SlotsArrived) -> tuple[Order, ...]:
+        """New slots join before the next step; a policy that restarts is told at once, its restart takes them in."""
+        arriving = self._new_ids(event.slots)
+        if not self._controller.policy.by_restart:
+            self.arriving_slots = arriving
+            return ()
+        self.joining_slots = arriving
+        fleet = self._controller.fleet
+        last = replace(fleet.nodes[-1], slots=(*fleet.nodes[-1].slots, *arriving))
+        grown = Fleet(nodes=(*fleet.nodes[:-1], last))
+        return self._tell(FleetChanged(at_seconds=event.at_seconds, fleet=grown))
+
+    def _recovered(self, event: Recovered) -> tuple[Order, ...]:
+        self.ids, self.lost_slots = (*self._left(), *self.joining_slots), None
+        joined, self.joining_slots = self.joining_slots, ()
+        step = self._controller.step
+        if self.again:
+            self.again = False
+            if event.next_step != step:
+                raise InvalidEvent(f"step {event.next_step} is next after recovery, {step} was under way")
+            grown = FleetChanged(at_seconds=event.at_seconds, fleet=self._fleet())
+            return (*(self._tell(grown) if joined else ()), RunStep(step=step))
+        plan, at = self._wanted(), event.at_seconds
+        if self.leaving_slots:  # a restart went on without them
+            gone, self.leaving_slots = frozenset(self.leaving_slots), ()
+            fleet = self._controller.fleet.without(gone)
+            self._tell(FleetChanged(at_seconds=at, fleet=fleet, lost_slots=tuple(sorted(gone))))
+        if event.next_step != step:
+            return self._tell(
+                StateRestored(at_seconds=at, plan=plan, step=event.next_step, state_version=event.state_version)
+            )
+        return self._tell(
+            TransitionDone(
+                at_seconds=at, plan=plan, state_version=event.state_version, pause_seconds=event.pause_seconds
+            )
+        )
+
+    def _step_or_fleet(self, command: RunStep) -> tuple[Order, ...]:
+        """The step; before it a world without the slots that leave, which the plan no longer uses, or with new ones."""
+        controller = self._controller
+        if self.leaving_slots:
+            gone, self.leaving_slots = frozenset(self.leaving_slots) & frozenset(self.ids), ()
+            fleet = controller.fleet.without(gone)
+            orders = self._tell(FleetChanged(at_seconds=time.time(), fleet=fleet, lost_slots=tuple(sorted(gone))))
+            self.lost_slots = tuple(slot for slot, stable in enumerate(self.ids) if stable in gone)
+            self.again = True
+            return (*orders, self._recover(controller.plan))
+        if self.arriving_slots:
+            self.joining_slots, self.arriving_slots, self.again = self.arriving_slots, (), True
+            return (Recover(lost_slots=(), plan=self._dense(controller.plan, self.ids)),)
+        return (command,)
+
+    # -- commands -----------------------------------------------------------------------------------------------------
+
+    def _tell(self, event: AdaptiveEvent) -> tuple[Order, ...]:
+        """Tells the controller, writes down what it was told and what came of it, and gives the world its orders."""
+        controller = self._controller
+        started = time.perf_counter()
+        commands: tuple[AdaptiveCommand, ...] = ()
+        try:
+            commands = controller.handle(event)
+        finally:
+            self.seconds += time.perf_counter() - started
+            self.journal.append("told", event=written(event))
+        orders: list[Order] = []
+        for command in commands:
+            if isinstance(command, Record):
+                self.journal.append("decision", entry=written(command.entry))
+                continue
+            self.journal.append("commanded", command=written(command))
+            orders += self._orders(command)
+        return tuple(orders)
+
+    def _orders(self, command: AdaptiveCommand) -> tuple[Order, ...]:
+        match command:
+            case ChangePlan():
+                self.wanted = command.plan
+                if self.lost_slots is not None:
+                    return (self._recover(command.plan),)
+                return (replace(command, plan=self._dense(command.plan, self.ids)),)
+            case Search():
+                return (self._seek(command),)
+            case RunStep():
+                return self._step_or_fleet(command)
+            case Finish():
+                return (command,)
+            case Restart():
+                return (self._relaunch(command.plan),)
+            case Record():
+                raise InvalidEvent("a decision is no order")
+
+    def _relaunch(self, plan: Plan) -> Relaunch:
+        """All processes anew, without slots that leave and with those that wait to join."""
+        torn = self.lost_slots is not None
+        gone = frozenset(self.leaving_slots)
+        away = tuple(slot for slot, stable in enumerate(self.ids) if stable in gone)
+        self.wanted, self.lost_slots = plan, tuple(sorted({*(self.lost_slots or ()), *away}))
+        ids = (*self._left(), *self.joining_slots)
+        return Relaunch(slots=len(ids), plan=self._dense(plan, ids), torn=torn)
+
+    def _seek(self, search: Search) -> Seek:
+        policy = self._controller.policy
+        if not isinstance(policy, Adaptive) or not isinstance(policy.outlook, JobOutlook):
+            raise InvalidEvent(f"the policy {policy.name} asked for a search")
+        return Seek(search=search, outlook=policy.outlook, ids=self.ids, torn=self.lost_slots is not None)
+
+    def _recover(self, plan: Plan) -> Recover:
+        return Recover(lost_slots=self.lost_slots or (), plan=self._dense(plan, self._left()))
+
+    @property
+    def _controller(self) -> AdaptiveController:
+        if self.controller is None:
+            raise InvalidEvent("the job is not ready yet")
+        return self.controller
+
+    def _wanted(self) -> Plan:
+        if self.wanted is None:
+            raise InvalidEvent("no change of plan was commanded")
+        return self.wanted
+
+    def _fleet(self) -> Fleet:
+        """The pool's slots by their stable numbers, host by host."""
+        hosts = {self.ids[slot]: host for slot, host in self.hosts().items()}
+        nodes = sorted(set(hosts.values()))
+        members = [tuple(sorted(slot for slot in self.ids if hosts[slot] == node)) for node in nodes]
+        return Fleet(nodes=tuple(Node(slots=each, device=CPU_SLOT) for each in members))
+
+    def _new_ids(self, slots: int) -> tuple[int, ...]:
+        """Numbers for new slots: those of slots that are gone first."""
+        free = (number for number in count() if number not in self.ids)
+        return tuple(islice(free, slots))
+
+    def _left(self) -> tuple[int, ...]:
+        return tuple(stable for slot, stable in enumerate(self.ids) if slot not in (self.lost_slots or ()))
+
+    @staticmethod
+    def _dense(plan: Plan, ids: tuple[int, ...]) -> Plan:
+        """The plan in the pool's numbers when its slot i is ids[i]; a slot that is not there is an InvalidEvent."""
+        numbers = {stable: dense for dense, stable in enumerate(ids)}
+        away = plan_slots(plan) - numbers.keys()
+        if away:
+            raise InvalidEvent(f"plan {plan.plan_id} uses slot {min(away)}, which is not there")
+        stages = {n: replace(s, slots=tuple(numbers[slot] for slot in s.slots)) for n, s in plan.stages()}
+        return replace(plan, **stages)

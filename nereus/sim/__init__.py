@@ -1,0 +1,1 @@
+"""The simulated world: the same controller over a cluster of measured times, real traces and random workloads."""

@@ -1,0 +1,230 @@
+"""The graph of a change of plan on a simulated fleet, by classes of slots, so that a thousand slots take seconds.
+
+Slots that are gone hold nothing: what only they held is missing, and comes from the last checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from nereus.config import Config
+from nereus.fleet import Fleet
+from nereus.layout import Plan, StagePlan
+from nereus.model import ModelSpec, models_of
+from nereus.report.transition import MovementReport, PlacedStage, held_by_slot
+from nereus.report.transition_graph import change_of
+from nereus.storage import emu_name
+from nereus.transfer.boxtable import BoxTable, joined, of_stage
+from nereus.transfer.routes import Routes, routes
+from nereus.transfer.streams import streams
+from nereus.transition import same_cut
+from nereus.transitions.assemble import assemble
+from nereus.transitions.change import Change, EmuChange, Residency
+from nereus.transitions.durations import Durations
+from nereus.transitions.graph import TransitionGraph
+from nereus.transitions.order import Infeasible
+from nereus.transitions.planned import GENERATION
+
+DEVICE_ENGINE_SECONDS: Mapping[str, float] = {"train": 5.0, "infer": 5.0, "generate": 45.0}
+"""To build an engine on a GPU: vLLM's cold start of an 8B model takes 39 to 59 s; Megatron's shell is an estimate."""
+ENGINE_COPIES = 1
+STAGING_BYTES = 512 << 20
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SimChange:
+    """A change of plan: its graph (None where nothing is cut anew), and the stages of which some bytes are on no slot."""
+
+    graph: TransitionGraph | None
+    moved_bytes: int
+    missing: tuple[str, ...]
+
+
+def restarts_generation(before: Plan, after: Plan) -> bool:
+    """Whether the engines of generation are built anew."""
+    return not same_cut(before.actor_generate, after.actor_generate)
+
+
+def change_between(
+    config: Config,
+    before: Plan,
+    after: Plan,
+    fleet: Fleet,
+    durations: Durations,
+    engine_seconds: Mapping[str, float],
+    *,
+    holders: frozenset[int] | None = None,
+) -> SimChange:
+    """The change on the slots of `fleet`, of which `holders` (all) have their state. Infeasible where no mode fits."""
+    specs = models_of(config.model)
+    living = set(fleet.slots) if holders is None else set(holders)
+    changed = [
+        name
+        for name, stage in after.stages()
+        if stage.stage != "generate"
+        and (not same_cut(getattr(before, name), stage) or not living.issuperset(getattr(before, name).slots))
+    ]
+    restart = restarts_generation(before, after) or not living.issuperset(before.actor_generate.slots)
+    tables = {name: _held(specs, getattr(before, name), living) for name in changed}
+    missing = tuple(name for name, table in tables.items() if any(not len(slots) for slots in table.sets))
+    if missing or not (changed or restart):
+        return SimChange(graph=None, moved_bytes=0, missing=missing)
+    if not changed:
+        change, moved = _empty(fleet), 0
+    else:
+        report = _report(specs, before, after, changed, fleet, list(tables.values()))
+        change = change_of(report, mode="beside", reserve_bytes=0, engine_seconds=0.0)
+        moved = int(report.routes.row_bytes.sum())
+    change = _completed(config, specs, change, before, after, changed, fleet, engine_seconds, living, restart=restart)
+    try:
+        graph = assemble(change, durations)
+    except Infeasible:
+        graph = assemble(_through_hosts(change, fleet), durations)
+    return SimChange(graph=graph, moved_bytes=moved, missing=())
+
+
+def _held(specs: Mapping[str, ModelSpec], stage: StagePlan, living: set[int]) -> BoxTable:
+    """What a stage's living slots hold."""
+    table = of_stage(specs[stage.model], stage)
+    if living.issuperset(stage.slots):
+        return table
+    kept = tuple(np.array([slot for slot in slots.tolist() if slot in living], dtype=np.int64) for slots in table.sets)
+    return replace(table, sets=kept)
+
+
+def _report(
+    specs: Mapping[str, ModelSpec],
+    before: Plan,
+    after: Plan,
+    changed: list[str],
+    fleet: Fleet,
+    present: list[BoxTable],
+) -> MovementReport:
+    """As much of a report as a Change is made from."""
+    stages = tuple(PlacedStage(name=name, before=getattr(before, name), after=getattr(after, name)) for name in changed)
+    target = joined([of_stage(specs[stage.after.model], stage.after) for stage in stages])
+    found = routes(streams(joined(present), target), np.arange(len(fleet.node_of), dtype=np.int64), fleet)
+    return MovementReport(
+        fleet=fleet,
+        routes=found,
+        is_sync=False,
+        stages=stages,
+        components=(),
+        ports=(),
+        slots=(),
+        objective="identity",
+        exact=True,
+        split_groups=0,
+        least_moved_bytes=None,
+        bottleneck="",
+        seconds=0.0,
+        least_seconds=0.0,
+        direct_send_bytes=0,
+        hops_count=0,
+        horizon_steps=1,
+    )
+
+
+def _empty(fleet: Fleet) -> Change:
+    return Change(
+        emus=(),
+        residencies=(),
+        flows=(),
+        capacity_bytes=dict.fromkeys(fleet.slots, 0),
+        host_of={slot: -1 - int(fleet.node_of[slot]) for slot in fleet.slots},
+    )
+
+
+def _completed(
+    config: Config,
+    specs: Mapping[str, ModelSpec],
+    change: Change,
+    before: Plan,
+    after: Plan,
+    changed: list[str],
+    fleet: Fleet,
+    engine_seconds: Mapping[str, float],
+    living: set[int],
+    *,
+    restart: bool,
+) -> Change:
+    """With the engines of generation, what stays on the slots beside, and the slots' budgets."""
+    emus = [
+        replace(
+            emu,
+            frozen=getattr(after, name).stage == "infer",
+            engine_seconds=engine_seconds[getattr(after, name).stage],
+        )
+        for emu, name in zip(change.emus, changed, strict=True)
+    ]
+    residencies = list(change.residencies)
+    if restart:
+        emus.append(
+            EmuChange(emu=GENERATION, idle=True, old_groups=1, new_groups=1, engine_seconds=engine_seconds["generate"])
+        )
+        old, new = (_engine_bytes(config, specs, p, s) for p, s in ((before, living), (after, set(fleet.slots))))
+        residencies += [
+            Residency(
+                emu=GENERATION, lane=slot, blank_present_bytes=old.get(slot, 0), blank_target_bytes=new.get(slot, 0)
+            )
+            for slot in sorted({*old, *new})
+        ]
+    standing: dict[int, int] = defaultdict(lambda: STAGING_BYTES)
+    for name, stage in before.stages():
+        if name in changed or (stage.stage == "generate" and restart):
+            continue
+        if stage.stage == "generate":
+            own = _engine_bytes(config, specs, before, living)
+        else:
+            held = held_by_slot(of_stage(specs[stage.model], stage), max(stage.slots) + 1)
+            own = {slot: int(held[slot]) for slot in stage.slots if slot in living}
+        for slot, size in own.items():
+            standing[slot] += size
+    other = {slot: standing[slot] for slot in fleet.slots}
+    used = dict(other)
+    for r in residencies:
+        if r.lane in used:
+            used[r.lane] += r.present_bytes + r.blank_present_bytes
+    budget = config.fleet.slot_budget_bytes
+    hosts = {lane: size for lane, size in change.capacity_bytes.items() if lane < 0}
+    return replace(
+        change,
+        emus=tuple(emus),
+        residencies=tuple(residencies),
+        capacity_bytes={**{slot: max(budget, used[slot]) for slot in fleet.slots}, **hosts},
+        other_bytes=other,
+        phase_bytes=dict.fromkeys(fleet.slots, budget // 4),
+    )
+
+
+def _engine_bytes(config: Config, specs: Mapping[str, ModelSpec], plan: Plan, living: set[int]) -> dict[int, int]:
+    """What an engine takes on each living slot of generation: weights and cache."""
+    stage = plan.actor_generate
+    held = held_by_slot(of_stage(specs["actor"], stage), max(stage.slots) + 1)
+    cache = config.rollout.kv_cache_bytes
+    return {slot: ENGINE_COPIES * int(held[slot]) + cache for slot in stage.slots if slot in living}
+
+
+def _through_hosts(change: Change, fleet: Fleet) -> Change:
+    """The same by way of the hosts' memory: a slot then needs room for the larger of old and new."""
+    emus = tuple(emu if emu.idle else replace(emu, mode="snapshot", through_host=True) for emu in change.emus)
+    hosts = dict.fromkeys(set(change.host_of.values()), 1 << 50)
+    del fleet
+    return replace(change, emus=emus, capacity_bytes={**change.capacity_bytes, **hosts})
+
+
+def sync_seconds(config: Config, plan: Plan, fleet: Fleet, link_share: float, tensor_seconds: float) -> float:
+    """A weight sync of one step: its busiest port, and what handing over each tensor takes."""
+    spec = models_of(config.model)["actor"]
+    weights = replace(plan.actor_train, stage="infer")
+    rename = {emu_name(plan.actor_generate): emu_name(weights)}
+    found: Routes = routes(
+        streams(of_stage(spec, weights), of_stage(spec, plan.actor_generate), rename),
+        np.arange(len(fleet.node_of), dtype=np.int64),
+        fleet,
+    )
+    return found.loads.seconds / link_share + tensor_seconds * len(spec.tensors)

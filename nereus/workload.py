@@ -1,0 +1,240 @@
+"""A PPO step as data: its phases, whose model-stage does each, and the terms that a plan takes for each of them.
+
+  update_weights  weights from the trainer to the engines          kind sync
+  gen             sampling                                         kind gen
+  old_log_prob, ref, values   one forward pass each                kind infer
+  update_critic, update_actor  mini_batches x epochs steps each    kind train
+  rest            rewards, advantages, records, dispatch           kind rest
+
+The step is the sum of its phases. Slots that share cores (a Profile's `together_slots`) slow each other down: work that
+runs at once takes the longer of the busiest slot's own time and of all slots' time over what runs together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from math import ceil
+from typing import Any, Literal
+
+from nereus.config import Config
+from nereus.costs.generation import (
+    MEMORY_SHARE,
+    WORKSPACE_BYTES,
+    Generator,
+    Lengths,
+    generate_terms,
+    quantiles_of,
+    weight_bytes_per_slot,
+)
+from nereus.costs.profile import Profile
+from nereus.costs.rates import Rates
+from nereus.costs.shape import Shape, shape_of
+from nereus.costs.training import BatchWork, Terms, forward_terms, train_terms
+from nereus.layout import Plan, StagePlan, batch_shares
+from nereus.model import round_up
+
+PhaseKind = Literal["sync", "gen", "infer", "train", "rest"]
+
+PHASE_STAGES: dict[str, str] = {
+    "update_weights": "actor_generate",
+    "gen": "actor_generate",
+    "old_log_prob": "actor_train",
+    "ref": "reference_infer",
+    "values": "critic_train",
+    "update_critic": "critic_train",
+    "update_actor": "actor_train",
+}
+"""Phase -> the model-stage whose plan decides its time; `rest` has none."""
+PHASE_KINDS: dict[str, PhaseKind] = {
+    "update_weights": "sync",
+    "gen": "gen",
+    "old_log_prob": "infer",
+    "ref": "infer",
+    "values": "infer",
+    "update_critic": "train",
+    "update_actor": "train",
+    "rest": "rest",
+}
+PHASES = tuple(PHASE_KINDS)
+REST_PARTS = ("reward", "adv")
+"""Phases that are timed and count as `rest`, as does what no phase of a step says."""
+TRANSIT_TERMS = frozenset({"tp", "cp", "ep", "pp", "dp", "decode_tp", "sync"})
+"""Terms of traffic: the probe measures them with all groups at work, so that no crowding is put on top."""
+FIRST_USE_SECONDS = 0.05
+"""Unit of the term `first_use`: what a phase takes more when its engine runs it for the first time."""
+TENSOR_SECONDS = 1e-3
+FRAMEWORK_SECONDS, FRAMEWORK_SAMPLE_SECONDS = 1e-2, 1e-4
+WIDTH_MULTIPLE_TOKENS = 8
+QUANTILES = 16
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepBatch:
+    """What a step's batch weighs: samples, the padded width of a row, mean prompt, response lengths as quantiles.
+
+    `sampled` is False where rollouts are read instead of sampled: then there is neither sync nor generation.
+    """
+
+    samples: int
+    width_tokens: int
+    prompt_tokens: float
+    response_tokens: tuple[float, ...]
+    sampled: bool = True
+
+    def record(self) -> dict[str, Any]:
+        """As JSON holds it."""
+        return asdict(self)
+
+
+def step_batch(
+    prompts: Sequence[int], responses: Sequence[int], width_tokens: int, *, sampled: bool = True
+) -> StepBatch:
+    """The StepBatch of measured lengths in tokens."""
+    return StepBatch(
+        samples=len(prompts),
+        width_tokens=width_tokens,
+        prompt_tokens=sum(prompts) / len(prompts),
+        response_tokens=quantiles_of([float(tokens) for tokens in responses], QUANTILES).tokens,
+        sampled=sampled,
+    )
+
+
+def recorded_batch(record: Mapping[str, Any]) -> StepBatch:
+    """The StepBatch of `StepBatch.record`."""
+    values: dict[str, Any] = {**record, "response_tokens": tuple(record["response_tokens"])}
+    return StepBatch(**values)
+
+
+def largest_batch(config: Config, *, sampled: bool = True) -> StepBatch:
+    """What is supposed of a step before any has run: every prompt and response at its limit."""
+    data = config.data
+    return StepBatch(
+        samples=data.prompts_per_step * data.samples_per_prompt,
+        width_tokens=round_up(data.max_prompt_tokens + data.max_response_tokens, WIDTH_MULTIPLE_TOKENS),
+        prompt_tokens=float(data.max_prompt_tokens),
+        response_tokens=(float(data.max_response_tokens),),
+        sampled=sampled,
+    )
+
+
+def step_terms(
+    config: Config, plan: Plan, batch: StepBatch, profile: Profile, fresh: Collection[str] = ()
+) -> dict[str, Terms]:
+    """Phase -> terms of a step of `batch` under `plan`; `fresh` names the stages whose engines have not run yet."""
+    rates = profile.rates(config.fleet.slot_budget_bytes)
+    shape = shape_of(config.model)
+    terms: dict[str, Terms] = {"rest": _rest(batch)}
+    if batch.sampled:
+        terms["update_weights"] = _sync(config, plan.actor_generate, shape, rates, profile)
+        terms["gen"] = _generate(config, plan.actor_generate, shape, batch, rates, profile)
+    for phase, name in (("old_log_prob", "actor_train"), ("ref", "reference_infer"), ("values", "critic_train")):
+        stage: StagePlan = getattr(plan, name)
+        sized = _headless(shape) if stage.model == "critic" else shape
+        work = _work(config, stage, batch, batch.samples, profile)
+        terms[phase] = _crowded(forward_terms(sized, stage.layout, work, rates), stage, work, profile)
+    algorithm = config.algorithm
+    for phase, name in (("update_critic", "critic_train"), ("update_actor", "actor_train")):
+        stage = getattr(plan, name)
+        sized = _headless(shape) if stage.model == "critic" else shape
+        work = _work(config, stage, batch, batch.samples // algorithm.mini_batches, profile)
+        once = _crowded(train_terms(sized, stage.layout, work, rates), stage, work, profile)
+        steps = algorithm.mini_batches * algorithm.epochs
+        terms[phase] = {term: steps * seconds for term, seconds in once.items()}
+    for phase, name in PHASE_STAGES.items():
+        if phase in terms and name in fresh:
+            crowding = profile.crowding(getattr(plan, name).layout.ranks)
+            terms[phase] = {**terms[phase], "first_use": FIRST_USE_SECONDS * crowding}
+    return {phase: terms[phase] for phase in PHASES if phase in terms}
+
+
+def _headless(shape: Shape) -> Shape:
+    """A critic's shape: the embedding stays, the head says one number."""
+    return replace(shape, vocab=1, position_rows=shape.vocab, tied=False)
+
+
+def _work(config: Config, stage: StagePlan, batch: StepBatch, samples: int, profile: Profile) -> BatchWork:
+    """The work of one pass of a stage over `samples` padded rows, as its fullest replica has it."""
+    most = max(1, *batch_shares(stage, samples))
+    layout = stage.layout
+    wide = config.model.dtype == "float32"
+    return BatchWork(
+        sequences=most * layout.dp,
+        tokens=batch.width_tokens,
+        micro_batch=min(stage.micro_batch, most),
+        sharding="optimizer" if layout.distributed_optimizer else "none",
+        attention="whole" if profile.device == "cpu" else "fused",
+        sequence_parallel=False,
+        gradient_bytes=2.0 if wide else 4.0,  # float32 gradients, in the numbers of 2 bytes that rates are stated in
+    )
+
+
+def _crowded(terms: Terms, stage: StagePlan, work: BatchWork, profile: Profile) -> dict[str, float]:
+    """Terms of a stage whose slots may share cores.
+
+    The pipeline's busiest rank and its bubble are stretched alike where all ranks together want more than there is.
+    """
+    layout, steps = stage.layout, work.micro_batches(stage.layout)
+    own = sum(seconds for name, seconds in terms.items() if name not in TRANSIT_TERMS | SOLE_TERMS)
+    bubble = terms.get("bubble", 0.0)
+    whole = layout.ranks // layout.pp * (own + steps * bubble) / profile.together_slots
+    stretch = max(1.0, whole / (own + bubble)) if own else 1.0
+    every = profile.crowding(layout.ranks)
+    found: dict[str, float] = {}
+    for name, seconds in terms.items():
+        factor = 1.0 if name in TRANSIT_TERMS else every if name in ("optimizer", "step") else stretch
+        found[name] = factor * seconds
+    found["memory"] *= profile.memory_ratio
+    found["call"] = profile.call_seconds
+    return found
+
+
+SOLE_TERMS = frozenset({"bubble", "optimizer", "step"})
+"""Terms that are not a rank's work on micro-batches."""
+
+
+def _generate(
+    config: Config, stage: StagePlan, shape: Shape, batch: StepBatch, rates: Rates, profile: Profile
+) -> dict[str, float]:
+    """Terms of the fullest engine; its cache is what the configuration gives it."""
+    engine = Generator(tp=stage.layout.tp)
+    scale = config.model.dtype == "float32"
+    cache = config.rollout.kv_cache_bytes / (2 if scale else 1)
+    needed = (cache + weight_bytes_per_slot(shape, engine) + WORKSPACE_BYTES) / MEMORY_SHARE
+    roomy = replace(rates, memory_bytes=ceil(needed) + 1)
+    responses = max(1, *batch_shares(stage, batch.samples))
+    lengths = Lengths(tokens=batch.response_tokens)
+    terms = generate_terms(shape, engine, roomy, batch.prompt_tokens, responses, lengths)
+    crowding = profile.crowding(stage.layout.ranks)
+    found = {name: seconds * (1.0 if name in TRANSIT_TERMS else crowding) for name, seconds in terms.items()}
+    found["call"] = profile.call_seconds
+    return found
+
+
+def _sync(config: Config, stage: StagePlan, shape: Shape, rates: Rates, profile: Profile) -> dict[str, float]:
+    """Bytes of an engine's weights over a slot's port, and what handing over each tensor takes."""
+    experts = 3 * config.model.experts
+    per_layer = 9 + experts
+    tensors = config.model.layers * per_layer + 3
+    received = weight_bytes_per_slot(shape, Generator(tp=stage.layout.tp))
+    return {
+        "sync": received / rates.link_bytes_per_second,
+        "sync_tensors": TENSOR_SECONDS * tensors * profile.crowding(stage.layout.ranks),
+        "call": profile.call_seconds,
+    }
+
+
+def _rest(batch: StepBatch) -> dict[str, float]:
+    return {"step_framework": FRAMEWORK_SECONDS, "sample_framework": FRAMEWORK_SAMPLE_SECONDS * batch.samples}
+
+
+def measured_phases(seconds: Mapping[str, float]) -> dict[str, float]:
+    """Phase -> measured seconds of a step from its timings by name; `rest` is what of the step no phase says.
+
+    Timings that are no phase of a step's work (a checkpoint's stop) are left out of it.
+    """
+    found = {phase: seconds[phase] for phase in PHASES if phase in seconds}
+    others = sum(value for name, value in seconds.items() if name not in (*found, *REST_PARTS, "step", "transition"))
+    if "step" in seconds:
+        found["rest"] = seconds["step"] - others - sum(found.values())
+    return {phase: value for phase, value in found.items() if value > 0}

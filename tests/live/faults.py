@@ -1,0 +1,40 @@
+"""Faults that a test plants in a live slot: they strike when the slot comes to a task of a kind."""
+
+from __future__ import annotations
+
+import os
+import signal
+from functools import partial
+from typing import Any
+
+import torch
+
+from nereus.errors import TransferFailed
+from nereus.transitions.programs import Task
+
+
+def plant(slot: Any, fault: str, kind: str, emu: str) -> None:
+    """The fault at the first task of `kind` (of `emu`, where one is named). For `SlotPool.call("apply", ...)`."""
+    slot.on_task = partial(_strike, slot, fault, kind, emu)
+
+
+def heal(slot: Any) -> None:
+    """No fault any more."""
+    slot.on_task = None
+
+
+def _strike(slot: Any, fault: str, kind: str, emu: str, task: Task) -> None:
+    if task.kind != kind or emu not in ("", task.emu):
+        return
+    slot.on_task = None
+    if fault == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif fault == "fail":
+        raise TransferFailed(f"slot {slot.number}: a fault planted by a test")
+    elif fault == "flip":
+        shard, view = next(iter(sorted(slot._changing.next[task.emu].views().items(), key=lambda item: item[0])))
+        with torch.no_grad():
+            first = view.view(-1)[:1] if view.is_contiguous() else view[:1, :1].reshape(-1)
+            bits = first.clone().view(torch.int32) ^ 1
+            view[(0,) * view.dim()] = bits.view(torch.float32)[0]
+        assert shard.emu == task.emu

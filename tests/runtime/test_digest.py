@@ -1,0 +1,74 @@
+"""The digest against its definition in whole numbers, for any box, stride and type; and the two ways to compute it."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nereus.boxes import Box
+from nereus.runtime.digest import MASK, box_digest, by_torch, prepare
+
+prepare()  # compiling is slower than an example may be
+DTYPES = {torch.float32: torch.int32, torch.bfloat16: torch.int16}
+
+
+def defined(bits: torch.Tensor, box: Box, shape: tuple[int, ...]) -> int:
+    """The sum over elements of splitmix64's finaliser, from its definition."""
+    total = 0
+    start = (0, *box.start) if len(shape) == 1 else box.start
+    rows = bits[None] if len(shape) == 1 else bits
+    for r, row in enumerate(rows.tolist()):
+        for c, element in enumerate(row):
+            index = (start[0] + r) * shape[-1] + start[1] + c
+            mixed = ((index + 1) * 0x9E3779B97F4A7C15 & MASK) ^ (element & MASK)
+            mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9 & MASK
+            mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EB & MASK
+            total += mixed ^ mixed >> 31
+    return total & MASK
+
+
+@given(
+    start=st.lists(st.integers(0, 1 << 20), min_size=1, max_size=2),
+    extent=st.tuples(st.integers(1, 11), st.integers(1, 21)),
+    beyond=st.integers(0, 1 << 20),
+    gap=st.integers(0, 5),
+    offset=st.integers(0, 3),
+    dtype=st.sampled_from(sorted(DTYPES, key=str)),
+    seed=st.integers(0, 1 << 30),
+)
+def test_any_box_of_any_tensor(
+    start: list[int], extent: tuple[int, int], beyond: int, gap: int, offset: int, dtype: torch.dtype, seed: int
+) -> None:
+    counts = extent[-len(start) :]
+    box = Box(tuple(start), tuple(s + n for s, n in zip(start, counts, strict=True)))
+    shape = tuple(stop + beyond for stop in box.stop)
+    stride = counts[-1] + gap
+    flat = torch.randn(offset + stride * extent[0], generator=torch.Generator().manual_seed(seed)).to(dtype)
+    data = flat[offset:].view(-1, stride)[:, : counts[-1]]
+    data = data if len(counts) == 2 else data[0]
+    bits = data.view(DTYPES[dtype])
+    expected = defined(bits, box, shape)
+    assert box_digest(data, box, shape) == expected
+    assert by_torch(bits, box, shape) == expected
+
+
+def test_digests_add_and_notice_every_bit() -> None:
+    data = torch.randn(9, 13)
+    box = Box((4, 2), (13, 15))
+    one = box_digest(data, box, (20, 30))
+    halves = [(slice(0, 5), Box((4, 2), (9, 15))), (slice(5, 9), Box((9, 2), (13, 15)))]
+    assert sum(box_digest(data[rows], part, (20, 30)) for rows, part in halves) & MASK == one
+    for bit in (0, 7, 31):
+        flipped = data.clone()
+        flipped.view(torch.int32)[8, 12] ^= torch.tensor(1 << bit if bit < 31 else -(1 << 31), dtype=torch.int32)
+        assert box_digest(flipped, box, (20, 30)) != one
+
+
+def test_bytes_that_are_not_aligned() -> None:
+    raw = torch.randint(0, 255, (1 + 4 * 24,), dtype=torch.uint8)
+    whole = torch.frombuffer(bytearray(raw[1:].numpy().tobytes()), dtype=torch.float32)
+    shifted = torch.frombuffer(memoryview(bytearray(raw.numpy().tobytes()))[1:], dtype=torch.float32)
+    box = Box((0, 0), (4, 6))
+    assert shifted.data_ptr() % 4 != whole.data_ptr() % 4
+    assert box_digest(shifted.view(4, 6), box, (4, 6)) == box_digest(whole.view(4, 6), box, (4, 6))
