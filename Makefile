@@ -2,7 +2,7 @@ CONFIG ?= experiments/quickstart.yaml
 ARGS ?=
 EXPERIMENT ?= quickstart_pair
 
-.PHONY: run test experiments analysis slurm-test bench-checkpoints bench-faults bench-planner bench-transition baselines-check check setup clean
+.PHONY: run test experiments analysis slurm-test bench-admission bench-checkpoints bench-faults bench-planner bench-transition baselines-check check setup clean
 
 run: setup  ## train CONFIG (dotted overrides in ARGS)
 	@.venv/bin/nereus train $(CONFIG) $(ARGS)
@@ -20,6 +20,9 @@ analysis: setup  ## draw every figure of analysis/ into analysis/figures/, from 
 slurm-test: setup  ## jobs on a real Slurm of two nodes on this host (root; installs slurm-wlm and munge if missing)
 	@NEREUS_SLURM_TEST=1 OMP_NUM_THREADS=1 .venv/bin/python -m pytest tests/slurm $(ARGS)
 
+bench-admission: setup  ## admission against the best in hindsight on synthetic traces: about 5 minutes
+	@OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.admission $(ARGS)
+
 bench-checkpoints: setup  ## runs that are killed in the middle of a save or stopped, then resumed: minutes
 	@NEREUS_BENCH_CHECKPOINTS=1 OMP_NUM_THREADS=1 .venv/bin/python -m pytest tests/live/test_checkpoint_endings.py -s $(ARGS)
 
@@ -29,8 +32,9 @@ bench-faults: setup  ## slots that die or fail at each kind of operation of a ch
 bench-planner: setup  ## seconds, memory and gaps of the transfer planner, beside Megatron-core's; ARGS: changes gaps peer
 	@OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.planner $(ARGS)
 
-bench-transition: setup  ## random transition graphs in numbers: proof, execution with faults, order against brute force; ARGS: [instances] [first seed]
+bench-transition: setup  ## transitions in numbers: random graphs (ARGS: [instances] [first seed]); live changes beside checkpoint, restart, Megatron-core and raw gloo (LIVE_ARGS: --json FILE, --pairs N)
 	@OMP_NUM_THREADS=1 .venv/bin/python -m tests.core.bench_transition $(ARGS)
+	@OMP_NUM_THREADS=1 .venv/bin/python -W ignore -m benchmarks.transition $(LIVE_ARGS)
 
 baselines-check: setup  ## verl's own parser judges our command lines (own environment in build/verl, 1 GB; needs the index once)
 	@.venv/bin/python -m baselines.verl.check

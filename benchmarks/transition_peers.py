@@ -186,7 +186,7 @@ def swap(slot: Slot, emu: str, repetitions: int) -> list[float]:
         for name, parameter in engine.module.named_parameters():
             if name.endswith("linear_fc1.weight"):
                 parameter.partition_stride = 2  # gate and up: else what arrives is wrong where TP changes
-    service = refit.get_or_create_service("gloo")
+    service: Any = refit.get_or_create_service("gloo")
     service._copy_stream = None  # noqa: SLF001
     found = [
         _timed(lambda: refit.swap_model_weights(source.module, target.module, service)) for _ in range(repetitions)

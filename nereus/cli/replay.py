@@ -7,7 +7,6 @@ from collections import Counter
 from pathlib import Path
 
 from nereus.errors import ConfigError
-from nereus.report.replay import first_difference, made_again, recorded
 from nereus.runtime.journal import RunFolder, read_journal
 
 SAME, DIFFERENT = 0, 1
@@ -20,6 +19,8 @@ def add_replay(parser: ArgumentParser) -> None:
 
 def replay(arguments: Namespace) -> int:
     """The exit code: 1 with the first difference, 0 when every decision is equal or none was recorded."""
+    from nereus.report.replay import first_difference, made_again, recorded  # numpy, only when there is something to do
+
     folder = RunFolder(path=Path(arguments.run))
     if not folder.is_run():
         raise ConfigError("RUN", arguments.run, "expected a run folder (one with config.yaml and events.jsonl)")

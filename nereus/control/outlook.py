@@ -34,6 +34,11 @@ AHEAD_STEPS = 64
 KEPT_STEPS = 40
 
 
+KEPT_TERMS = 64
+Question = tuple[str, StepBatch, tuple[str, ...], Profile]
+"""What terms follow from: a plan, a batch, the stages that are new, the slots' profile."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepObserved(StepMeasured):
     """A step with all that was measured of it: seconds by phase, its batch, the peak of every slot by number.
@@ -54,15 +59,18 @@ class StepObserved(StepMeasured):
 class JobOutlook:
     """The Outlook of a job on slots: a value. `recent_tokens` are (step, padded tokens of a row) of the last steps.
 
-    What follows from the fields is kept in `known` and `parts`, which no two values see differently.
+    What follows from the fields is remembered: `known` and `parts` in all values alike, `lacking` in each its own.
     """
 
     config: Config
     state: Observed
     plans: Mapping[str, Plan]
     recent_tokens: tuple[tuple[int, int], ...] = ()
-    known: dict[str, Mapping[str, Terms]] = field(
-        default_factory=dict[str, Mapping[str, Terms]], repr=False, compare=False
+    known: dict[Question, Mapping[str, Terms]] = field(
+        default_factory=dict["Question", Mapping[str, Terms]], repr=False, compare=False
+    )
+    lacking: dict[tuple[str, int], str | None] = field(
+        default_factory=dict[tuple[str, int], str | None], repr=False, compare=False
     )
     parts: dict[tuple[str, int], Mapping[str, Mapping[str, float]]] = field(
         default_factory=dict[tuple[str, int], Mapping[str, Mapping[str, float]]], repr=False, compare=False
@@ -71,7 +79,7 @@ class JobOutlook:
     def __getstate__(self) -> dict[str, object]:
         """Without what can be worked out again."""
         kept: dict[str, object] = {name: getattr(self, name) for name in ("config", "state", "plans", "recent_tokens")}
-        return {**kept, "known": {}, "parts": {}}
+        return {**kept, "known": {}, "parts": {}, "lacking": {}}
 
     # -- Outlook ------------------------------------------------------------------------------------------------------
 
@@ -101,20 +109,19 @@ class JobOutlook:
             "peak_bytes": dict(step.peak_bytes),
         }
         recent_tokens = (*self.recent_tokens, (step.step, step.batch.width_tokens))[-KEPT_STEPS:]
-        return replace(self, state=after(state, measured), recent_tokens=recent_tokens, known={})
+        return replace(self, state=after(state, measured), recent_tokens=recent_tokens, lacking={})
 
     def _prediction(self, state: Observed, plan_id: str, step: StepObserved) -> dict[str, object]:
         """What of a prediction `nereus.observe` learns from, with the batch that the step had."""
-        plan = self.plans[plan_id]
         key = (plan_id, self._longest_tokens())
         if key not in self.parts:
-            self.parts[key] = memory_parts(self.config, plan)
+            self.parts[key] = memory_parts(self.config, self.plans[plan_id])
         return {
             "step": step.step,
             "plan_id": plan_id,
             "is_new": True,  # the scatter of whole steps is the policy's to learn
             "stages": {},
-            "terms": self._terms_of(state, plan, step.batch, step.fresh),
+            "terms": self._terms_of(state, plan_id, step.batch, step.fresh),
             "memory_bytes": self.parts[key],
         }
 
@@ -122,7 +129,7 @@ class JobOutlook:
         """What this very step would have taken under `plan_id`, with its first uses if it is the plan that ran."""
         step = _observed(finished)
         fresh = step.fresh if plan_id == step.plan_id else ()
-        return self._sum(self._terms_of(self.state, self.plans[plan_id], step.batch, fresh))
+        return self._sum(self._terms_of(self.state, plan_id, step.batch, fresh))
 
     def step(self, plan_id: str) -> Estimate:
         """A step to come, of a batch like the last one."""
@@ -164,14 +171,16 @@ class JobOutlook:
 
     def terms(self, plan_id: str) -> Mapping[str, Terms]:
         """Phase -> terms of a step to come under a known plan, first uses left out."""
-        if plan_id not in self.known:
-            batch = self.state.batch or largest_batch(self.config)
-            self.known[plan_id] = self._terms_of(self.state, self.plans[plan_id], batch, ())
-        return self.known[plan_id]
+        return self._terms_of(self.state, plan_id, self.state.batch or largest_batch(self.config), ())
 
-    def _terms_of(self, state: Observed, plan: Plan, batch: StepBatch, fresh: tuple[str, ...]) -> Mapping[str, Terms]:
+    def _terms_of(self, state: Observed, plan_id: str, batch: StepBatch, fresh: tuple[str, ...]) -> Mapping[str, Terms]:
         assert state.profile is not None, "no probe record was seen: nothing is known of the slots"
-        return step_terms(self.config, plan, batch, state.profile, fresh)
+        key = (plan_id, batch, fresh, state.profile)
+        if key not in self.known:
+            if len(self.known) >= KEPT_TERMS:
+                self.known.clear()
+            self.known[key] = step_terms(self.config, self.plans[plan_id], batch, state.profile, fresh)
+        return self.known[key]
 
     def _sum(self, phases: Mapping[str, Terms]) -> Estimate:
         return believed(self.state.calibrations, phases)
@@ -181,6 +190,12 @@ class JobOutlook:
 
     def _excess(self, plan_id: str, width_tokens: int) -> str | None:
         """What a slot lacks when rows are so wide, or None; with the margin that was learnt."""
+        key = (plan_id, width_tokens)
+        if key not in self.lacking:
+            self.lacking[key] = self._judged(plan_id, width_tokens)
+        return self.lacking[key]
+
+    def _judged(self, plan_id: str, width_tokens: int) -> str | None:
         budget = self.config.fleet.slot_budget_bytes
         needs = safe_bytes(self.config, self.state.margin, self.plans[plan_id], width_tokens, self.parts)
         slot, needed = max(needs.items(), key=lambda item: item[1])

@@ -30,6 +30,7 @@ from nereus.errors import TransferFailed
 from nereus.fleet import CPU_SLOT, Fleet, Node
 from nereus.layout import STAGES, Plan, StagePlan
 from nereus.model import ModelSpec, models_of
+from nereus.observe import DRIVER_SECONDS
 from nereus.planning.plan import StageChoice
 from nereus.planning.slots import problem_of, space_of, stage_plan
 from nereus.planning.space import engine_layouts, stage_choices, stage_layouts
@@ -316,7 +317,7 @@ class Pricing:
 
     def of(self, plan: Plan) -> PriceEstimate | None:
         """The price of the change to `plan`; None where no order of it fits in memory, or bytes are missing."""
-        first = self.first_use_seconds(plan)
+        first, driver = self.first_use_seconds(plan), sum(DRIVER_SECONDS.values())
         if self.broken:
             engines = self.engines_seconds(STAGES, plan)
             mean = REFORM_SECONDS + engines + first
@@ -326,13 +327,13 @@ class Pricing:
         try:
             transition = build(self.specs, self.request.present, plan, config.transfer.bucket_bytes)
             if not transition.changed and not transition.restart_generation:
-                return PriceEstimate(mean_seconds=first, deviation_seconds=0.0, bound_seconds=0.0)
+                return PriceEstimate(mean_seconds=driver + first, deviation_seconds=driver, bound_seconds=0.0)
             graph, _ = planned_graph(self.specs, transition, self.ground.room, self._settings(transition), durations)
         except (Infeasible, TransferFailed, InvalidGraph):
             return None
         found = price(graph, durations)
         return PriceEstimate(
-            mean_seconds=found.seconds + first,
+            mean_seconds=found.seconds + driver + first,
             deviation_seconds=hypot(found.deviation_seconds, first / 2),
             bound_seconds=min(found.bound_seconds, found.seconds),
         )

@@ -24,8 +24,8 @@ from nereus.transition import WeightSync, build_sync
 from nereus.transitions.change import Mode
 from nereus.transitions.durations import Tolls
 
-GroupKey = tuple[tuple[int, ...], Layout]
-"""The slots of a stage and its layout: what its communicators depend on."""
+GroupKey = tuple[str, tuple[int, ...], Layout]
+"""An EMU, the slots of its stage and its layout: what its communicators depend on."""
 Digests = dict[str, dict[str, str]]
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  # its files have names of their own
 HOST_MEMORY = SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
@@ -70,7 +70,9 @@ class Job:
         """
         counts = self.pool.call_all("group_count")
         rank_sets = tuple(dict.fromkeys(stage.slots for stage in stages))
-        used = frozenset((*(stage.slots for _, stage in self.plan.stages()), *(slots for slots, _ in self.idle_groups)))
+        used = frozenset(
+            (*(stage.slots for _, stage in self.plan.stages()), *(slots for _, slots, _ in self.idle_groups))
+        )
         self.pool.call_all("align", rank_sets, max(counts.values()), used)
 
     def attach(self, stages: Sequence[StagePlan], label: str) -> None:

@@ -20,7 +20,7 @@ from nereus.transitions.programs import Stretch, stretches
 from nereus.transitions.proof import check
 
 GROUPS_PER_STAGE = 1_000  # names that the groups of one stage may use up
-CACHED_GROUPS = 4  # stages' communicators kept because layouts come back
+CACHED_GROUPS = 6  # stages' communicators kept because layouts come back
 EXPECTED_ENGINE_SECONDS = 0.3
 
 
@@ -63,7 +63,7 @@ class Planned:
         before, after = self.stages(self.transition.before), self.stages(self.transition.after)
         reused: set[str] = set()
         for emu, stage in after.items():
-            if emu != GENERATION and (key := (stage.slots, stage.layout)) in job.idle_groups:
+            if emu != GENERATION and (key := (emu, stage.slots, stage.layout)) in job.idle_groups:
                 job.idle_groups.remove(key)
                 reused.add(emu)
         cached, evicted = self._cache(job, before)
@@ -89,8 +89,8 @@ class Planned:
         """Old communicators that are kept, each key once, and those that make room for them."""
         cached: dict[str, GroupKey] = {}
         for emu, stage in before.items():
-            key = stage.slots, stage.layout
-            if emu != GENERATION and key not in job.idle_groups and key not in cached.values():
+            key = emu, stage.slots, stage.layout
+            if emu != GENERATION and key not in job.idle_groups:
                 cached[emu] = key
         keys = [*job.idle_groups, *cached.values()]
         return cached, tuple(keys[: max(len(keys) - CACHED_GROUPS, 0)])

@@ -228,6 +228,7 @@ class SlotPool:
             self._actors[number] = actor
         self._boots = []
         self.numbers = tuple(sorted(self._actors))
+        self.call("renumber", {slot: (slot,) for slot in self.numbers[first:]})  # they began with numbers of their own
         return self.numbers[first:]
 
     def restart(self, slots: int) -> None:

@@ -54,7 +54,10 @@ from nereus.workload import measured_phases
 class Stop(Protocol):
     """Whether the user asked to stop."""
 
-    requested: bool
+    @property
+    def requested(self) -> bool:
+        """Asked between commands."""
+        ...
 
     def hold(self) -> None:
         """Takes the signals again, after Ray has put its own handlers on them."""

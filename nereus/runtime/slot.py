@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import hashlib
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,7 +29,7 @@ from nereus.layout import StagePlan
 from nereus.model import models_of, seed_of
 from nereus.rl.batch import Batch, over_tensors
 from nereus.rollout import Completion, Request
-from nereus.runtime import fabric, state
+from nereus.runtime import digest, fabric, state
 from nereus.runtime.fabric import Program, Traffic
 from nereus.runtime.job import GroupKey
 from nereus.runtime.ledger import ActivationMeter, Ledger, resident_bytes, settle
@@ -55,6 +54,7 @@ class Slot:
         torch.set_num_threads(1)
         cpu.apply()
         boot()
+        digest.prepare()
         self.number = number
         self.world: ProcessWorld | None = None
         self.generation: GenerationEngine | None = None
@@ -254,7 +254,10 @@ class Slot:
         if emu not in self.live:
             return 0
         Path(folder).mkdir(parents=True, exist_ok=True)
-        size_bytes = self.live[emu].offload(Path(folder) / f"offloaded-{snapshot_name(emu, self.number)}")
+        try:
+            size_bytes = self.live[emu].offload(Path(folder) / f"offloaded-{snapshot_name(emu, self.number)}")
+        except OSError:  # no room there: it stays here
+            return 0
         self.ledger.release(emu)
         return size_bytes
 
@@ -494,7 +497,3 @@ class Slot:
     def apply(self, function: Callable[..., object], *arguments: object) -> object:
         """Calls `function(slot, *arguments)` here: what tests and tools want to know of a live slot."""
         return function(self, *arguments)
-
-    def pid(self) -> int:
-        """The process's number."""
-        return os.getpid()

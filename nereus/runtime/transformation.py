@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -144,7 +145,7 @@ class Transformation:
             return
         stage = self.change.after[task.emu]
         if task.emu in self.change.reused:
-            self._groups[task.emu] = self._slot.idle_groups.pop((stage.slots, stage.layout))
+            self._groups[task.emu] = self._slot.idle_groups.pop((task.emu, stage.slots, stage.layout))
             return
         world = self._slot.joined
         world.align_group_count(self.change.counts[task.emu])
@@ -238,7 +239,10 @@ class Transformation:
         if emu in self.old:
             if emu not in self.change.snapshots:
                 self._sources.pop(emu, None)
-            self._old_groups[emu] = self.old.pop(emu).release()
+            in_place = (
+                emu in self.change.snapshots
+            )  # what comes next needs the room; else one collection at the end will do
+            self._old_groups[emu] = self.old.pop(emu).release(collect=in_place)
             slot.ledger.release(f"old.{emu}")
             slot.ledger.release(f"overhead.old.{emu}")
 
@@ -249,14 +253,15 @@ class Transformation:
             return
         if task.emu in self.change.cached:
             before = self.change.before[task.emu]
-            self._slot.idle_groups[before.slots, before.layout] = groups
+            self._slot.idle_groups[task.emu, before.slots, before.layout] = groups
         else:
             groups.close()
 
     # -- the end -------------------------------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """After the last task: what the cache has no room for goes."""
+        """After the last task: what the cache has no room for goes, and the memory of old engines."""
+        gc.collect()
         for groups in self._old_groups.values():
             groups.close()
         self._old_groups.clear()

@@ -173,17 +173,7 @@ def _completed(
             )
             for slot in sorted({*old, *new})
         ]
-    standing: dict[int, int] = defaultdict(lambda: STAGING_BYTES)
-    for name, stage in before.stages():
-        if name in changed or (stage.stage == "generate" and restart):
-            continue
-        if stage.stage == "generate":
-            own = _engine_bytes(config, specs, before, living)
-        else:
-            held = held_by_slot(of_stage(specs[stage.model], stage), max(stage.slots) + 1)
-            own = {slot: int(held[slot]) for slot in stage.slots if slot in living}
-        for slot, size in own.items():
-            standing[slot] += size
+    standing = _standing(config, specs, before, changed, living, restart=restart)
     other = {slot: standing[slot] for slot in fleet.slots}
     used = dict(other)
     for r in residencies:
@@ -199,6 +189,30 @@ def _completed(
         other_bytes=other,
         phase_bytes=dict.fromkeys(fleet.slots, budget // 4),
     )
+
+
+def _standing(
+    config: Config,
+    specs: Mapping[str, ModelSpec],
+    before: Plan,
+    changed: list[str],
+    living: set[int],
+    *,
+    restart: bool,
+) -> dict[int, int]:
+    """Bytes on each slot of stages that stay as they are, and what is kept free for staging."""
+    standing: dict[int, int] = defaultdict(lambda: STAGING_BYTES)
+    for name, stage in before.stages():
+        if name in changed or (stage.stage == "generate" and restart):
+            continue
+        if stage.stage == "generate":
+            own = _engine_bytes(config, specs, before, living)
+        else:
+            held = held_by_slot(of_stage(specs[stage.model], stage), max(stage.slots) + 1)
+            own = {slot: int(held[slot]) for slot in stage.slots if slot in living}
+        for slot, size in own.items():
+            standing[slot] += size
+    return standing
 
 
 def _engine_bytes(config: Config, specs: Mapping[str, ModelSpec], plan: Plan, living: set[int]) -> dict[int, int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from heapq import heapify, heapreplace
-from itertools import pairwise
 
 import numpy as np
 
@@ -53,7 +52,9 @@ class GenerationTimes:
         self.stage, self.truth = stage, truth
         self.shape = shape_of(config.model)
         tp = stage.layout.tp
-        self.slots = np.array([stage.replica_slots(dp) for dp in range(stage.layout.dp)], dtype=np.int64)
+        self.slots = np.array(stage.slots, dtype=np.int64).reshape(
+            stage.layout.dp, tp
+        )  # tp counts faster, pp and cp are 1
         devices = {fleet.device_of[int(s)].name: fleet.device_of[int(s)] for s in self.slots[:, 0]}
         self.names = [fleet.device_of[int(s)].name for s in self.slots[:, 0]]
         per_node = max(1, tp // len(set(fleet.node_of[self.slots[0]].tolist())))
@@ -67,42 +68,49 @@ class GenerationTimes:
         """Until the last engine is done."""
         shares = batch_shares(self.stage, len(prompts))
         edges = np.concatenate([[0], np.cumsum(shares)])
-        live: list[Floats] = []
-        context: list[Floats] = []
-        count: list[Floats] = []
-        for first, last in pairwise(edges.tolist()):
-            parts = self._decode(prompts[first:last], responses[first:last])
-            for column, part in zip((live, context, count), parts, strict=True):
-                column.append(part)
-        sizes = [len(part) for part in live]
-        engine = np.repeat(np.arange(len(sizes)), sizes)
-        columns = [np.concatenate(column) for column in (live, context, count)]
+        engine, *columns = self._stretches(prompts, responses, edges)
         total = np.zeros(len(engine))
         for name, grid in self.grids.items():
             here = np.isin(engine, [i for i, other in enumerate(self.names) if other == name])
             total[here] = columns[2][here] * grid.at(columns[0][here], columns[1][here])
-        seconds = np.bincount(engine, total, len(sizes)) + self._prefill(prompts, edges)
+        seconds = np.bincount(engine, total, len(shares)) + self._prefill(prompts, edges)
         return float((seconds * slowness[self.slots].max(axis=1)).max())
 
-    def _decode(self, prompts: Ints, responses: Ints) -> tuple[Floats, Floats, Floats]:
-        """Stretches of decode steps of one engine: sequences alive, their mean context, steps."""
-        if not len(prompts):
-            return np.ones(1), np.full(1, CONTEXTS[0]), np.zeros(1)
-        need = float(np.mean(prompts) + np.mean(responses))
-        together = int(min(len(prompts), max(self.cache_tokens / need, 1), self.truth.most_sequences))
-        if together == len(prompts):
-            ends = np.sort(responses).astype(np.float64)
-            begins = np.concatenate([[0.0], ends[:-1]])
-            context = float(np.mean(prompts)) + (begins + ends) / 2
-        else:
-            lanes = [int(tokens) for tokens in responses[:together]]
-            heapify(lanes)
-            for tokens in responses[together:].tolist():
-                heapreplace(lanes, lanes[0] + tokens)
-            ends = np.sort(np.array(lanes, dtype=np.float64))
-            begins = np.concatenate([[0.0], ends[:-1]])
-            context = np.full(together, float(np.mean(prompts) + np.mean(responses) / 2))
-        return np.arange(together, 0, -1, dtype=np.float64), context, ends - begins
+    def _stretches(self, prompts: Ints, responses: Ints, edges: Ints) -> tuple[Ints, Floats, Floats, Floats]:
+        """Stretches of decode steps: the engine, sequences alive, their mean context, steps."""
+        shares = np.diff(edges)
+        sums = [np.add.reduceat(np.append(part, 0), edges[:-1]) * (shares > 0) for part in (prompts, responses)]
+        prompt, response = (part / np.maximum(shares, 1) for part in sums)
+        room = np.maximum(self.cache_tokens / np.maximum(prompt + response, 1.0), 1.0)
+        together = np.minimum(np.minimum(shares, room.astype(np.int64)), self.truth.most_sequences)
+        most = int(shares.max())
+        at = np.minimum(edges[:-1, None] + np.arange(most), len(responses) - 1)
+        ends = np.sort(np.where(np.arange(most) < shares[:, None], responses[at], 0).astype(np.float64), axis=1)
+        begins = np.concatenate([np.zeros((len(shares), 1)), ends[:, :-1]], axis=1)
+        engine = np.repeat(np.arange(len(shares)), most)
+        live = np.tile(np.arange(most, 0, -1, dtype=np.float64), len(shares))
+        context = (prompt[:, None] + (begins + ends) / 2).reshape(-1)
+        steps = (ends - begins).reshape(-1)
+        used = (steps > 0) & (together == shares)[engine]
+        found = [(engine[used], live[used], context[used], steps[used])]
+        for index in np.flatnonzero(together < shares).tolist():
+            own = self._waves(responses[edges[index] : edges[index + 1]], int(together[index]))
+            count = len(own[0])
+            mean = np.full(count, float(prompt[index] + response[index] / 2))
+            found.append((np.full(count, index), own[0], mean, own[1]))
+        engines, lives, contexts, counts = (np.concatenate(column) for column in zip(*found, strict=True))
+        return engines, lives, contexts, counts
+
+    @staticmethod
+    def _waves(responses: Ints, together: int) -> tuple[Floats, Floats]:
+        """An engine with room for fewer than it has: who waits takes the place of the first that ends."""
+        lanes: list[int] = responses[:together].tolist()
+        heapify(lanes)
+        for tokens in responses[together:].tolist():
+            heapreplace(lanes, lanes[0] + tokens)
+        ends = np.sort(np.array(lanes, dtype=np.float64))
+        begins = np.concatenate([[0.0], ends[:-1]])
+        return np.arange(together, 0, -1, dtype=np.float64), ends - begins
 
     def _prefill(self, prompts: Ints, edges: Ints) -> Floats:
         """[engines] seconds of the prompts' forward passes, in chunks."""

@@ -51,7 +51,7 @@ def measured(
     """A step whose every phase takes `factor` times what is believed of it."""
     batch = largest_batch(CONFIG)
     batch = replace(batch, width_tokens=width_tokens or batch.width_tokens)
-    terms = replace(believed, state=replace(believed.state, batch=batch), known={}).terms(plan_id)
+    terms = replace(believed, state=replace(believed.state, batch=batch)).terms(plan_id)
     shares = {phase: sum(each.values()) for phase, each in terms.items()}
     return StepObserved(
         at_seconds=float(number),
@@ -147,5 +147,5 @@ def test_rows_that_grow_are_foreseen_to_pass_the_budget_before_they_do() -> None
     now = wide.misfit(IDS["poor"])
     assert now is not None
     assert now.within_steps == 0
-    roomy = replace(known, config=replace(config, fleet=FleetConfig(slots=4, slot_budget_bytes=1 << 40)))
+    roomy = replace(known, lacking={}, config=replace(config, fleet=FleetConfig(slots=4, slot_budget_bytes=1 << 40)))
     assert roomy.misfit(IDS["poor"]) is None

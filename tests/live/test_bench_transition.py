@@ -32,7 +32,7 @@ def test_every_means_brings_the_same_state(pool: SlotPool, tmp_path: Path, monke
     assert all(str(ratio) in text({**found, "restart": {"stop": 1.0}}) for ratio in judged.values())
 
     pool.call("apply", {1: (flip,)})  # the measurements would notice a state that is not the one they began with
-    with pytest.raises((AssertionError, DigestMismatch), match="changed on the way|differs between slots"):
+    with pytest.raises((AssertionError, DigestMismatch), match=r"changed on the way|differs between slots"):
         bench.check()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -58,9 +59,9 @@ def job(slots: int, *, actor: StageConfig, to: StageConfig, others: int, layers:
     )
 
 
-def facts(world: RealWorld) -> tuple[dict, dict, list[int]]:
+def facts(world: RealWorld) -> tuple[Any, Any, list[int]]:
     """What was lost, how the job went on, and the steps that were done."""
-    events = read_journal(world.folder.events)
+    events: list[Any] = list(read_journal(world.folder.events))
     (lost,) = (e for e in events if e["kind"] == "slots_lost")
     (recovered,) = (e for e in events if e["kind"] == "recovered")
     assert events[-1]["kind"] == "run_stopped"

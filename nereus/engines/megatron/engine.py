@@ -85,7 +85,7 @@ class TrainEngine:
         self.groups = groups or ModelGroups(world, world.sub(stage.slots), stage.layout)
         self.first_stage, self.last_stage = self.at.pp == 0, self.at.pp == stage.layout.pp - 1
         self.optimizer: Any = None
-        self._host: tuple[Path, list[tuple[torch.UntypedStorage, int]]] | None = None
+        self._host: tuple[Path, dict[str, torch.Size]] | None = None
         self._inners: tuple[Any, ...] = ()
         with self.groups.inside():
             self.config = transformer_config(spec, stage)
@@ -281,44 +281,51 @@ class TrainEngine:
             buffer.zero_()
         return bool(dropped)
 
-    def _storages(self) -> list[torch.UntypedStorage]:
-        found = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in self._tensors.values()}
-        return list(found.values())
-
     def offload(self, path: Path) -> int:
-        """Moves the weights of an inference-only stage to a new file in host memory; the bytes. OSError."""
-        storages = self._storages()
-        with path.open("xb") as file:
-            for storage in storages:
-                held = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-                file.write(held.to("cpu", copy=True).numpy().data)  # numpy would pin the size of what it shares
-        self._host = path, [(storage, storage.nbytes()) for storage in storages]
-        for storage in storages:
-            storage.resize_(0)
-        return sum(size for _, size in self._host[1])
+        """Moves the weights of an inference-only stage to a new file in host memory; the bytes.
+
+        OSError where it cannot be written; the weights have not moved then.
+        """
+        try:
+            with path.open("xb") as file:
+                for tensor in self._tensors.values():
+                    file.write(tensor.data.cpu().contiguous().view(torch.uint8).numpy().data)
+                size_bytes = file.tell()
+        except OSError:
+            path.unlink(missing_ok=True)
+            raise
+        self._host = path, {name: tensor.shape for name, tensor in self._tensors.items()}
+        for tensor in self._tensors.values():
+            tensor.data = tensor.data.new_empty(0)
+        return size_bytes
 
     def bring_back(self) -> int:
         """The weights as they were before `offload`, whose file goes; the bytes, 0 where they are here."""
         if self._host is None:
             return 0
-        (path, storages), self._host = self._host, None
+        (path, shapes), self._host = self._host, None
         with path.open("rb") as file:
-            for storage, size in storages:
-                storage.resize_(size)
-                data = torch.frombuffer(bytearray(file.read(size)), dtype=torch.uint8)
-                torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).copy_(data)
+            for name, tensor in self._tensors.items():
+                size = shapes[name].numel() * tensor.element_size()
+                data = torch.frombuffer(bytearray(file.read(size)), dtype=tensor.dtype)
+                tensor.data = data.view(shapes[name]).to(tensor.device)
+            size_bytes = file.tell()
         path.unlink()
-        return sum(size for _, size in storages)
+        return size_bytes
 
-    def release(self) -> ModelGroups:
-        """Drops the model; its groups, which still stand. Local."""
+    def release(self, *, collect: bool = True) -> ModelGroups:
+        """Drops the model; its groups, which still stand. Local.
+
+        A model is a cycle: its memory goes with the next collection, where `collect` is not asked for.
+        """
         if self._host is not None:
             self._host[0].unlink(missing_ok=True)
             self._host = None
         self.model = self.module = self.optimizer = None
         self._inners = ()
         self._tensors = {}
-        gc.collect()
+        if collect:
+            gc.collect()
         return self.groups
 
     def close(self) -> None:

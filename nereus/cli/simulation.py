@@ -1,0 +1,231 @@
+"""What `nereus simulate` does: what a job would take on a fleet, or on a trace of one, under a policy or several side by side."""
+
+from __future__ import annotations
+
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from nereus.cli.folder import create_run_folder
+from nereus.cli.load import load_config
+from nereus.cli.simulate import POLICIES
+from nereus.config import Config
+from nereus.control.controller import AdaptiveController
+from nereus.control.policies import DpScaling, Fixed, RulePolicy, with_dp
+from nereus.control.records import plan_slots
+from nereus.controller import Controller
+from nereus.errors import ConfigError, InfeasiblePlan, near
+from nereus.fleet import DEVICES, Fleet, parse_fleet
+from nereus.layout import Plan, first_plan
+from nereus.report.display import Display, QuietDisplay, open_display
+from nereus.runtime.journal import Journal
+from nereus.runtime.metrics import MetricsWriter, NoMirror
+from nereus.sim.edges import Delays
+from nereus.sim.play import Moment, play, steady
+from nereus.sim.traces import FleetTrace, LengthCurve, read_trace
+from nereus.sim.truth import Truth
+from nereus.sim.workload import SimWorkload, constant
+from nereus.sim.world import SimulatedWorld
+from nereus.validate import validate
+from nereus.world import drive
+
+RULES: Mapping[str, Callable[[Plan], RulePolicy]] = {
+    "fixed": lambda _: Fixed(),
+    "dp-scaling": lambda plan: DpScaling(plan, divisible=True),
+    "dp-scaling-any": lambda plan: DpScaling(plan, divisible=False),
+    "restart": lambda plan: DpScaling(plan, divisible=True, by_restart=True),
+}
+MEAN_PROMPT_SHARE = 0.3
+MEAN_RESPONSE_SHARE = 0.25
+"""Without a curve prompts and responses are so much of their caps on average."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """A simulated run: what it took and what of that was no step. `latency_seconds` is all its time over its steps."""
+
+    policy: str
+    folder: Path
+    steps: int
+    total_seconds: float
+    latency_seconds: float
+    step_seconds: float
+    tokens_per_second: float
+    transitions_count: int
+    pause_seconds: float
+    lost_seconds: float
+    wall_seconds: float
+    stands_still: bool = False
+
+
+def simulate(arguments: Namespace) -> int:
+    """Carries the command out; the exit code."""
+    words: list[str] = arguments.words
+    if not words or ("=" in words[0] and not Path(words[0]).exists()):
+        raise ConfigError("CONFIG", words[:1], "expected a configuration first, such as experiments/traces/ppo_8b.yaml")
+    config = load_config(Path(words[0]), words[1:])
+    validate(config)
+    names = list(RULES) if arguments.compare else str(arguments.policy).split(",")
+    for name in names:
+        if name not in POLICIES:
+            raise ConfigError("--policy", name, near(name, POLICIES))
+    found = [_one(arguments, config, name, several=len(names) > 1) for name in names]
+    print(table(found), end="")
+    return 0
+
+
+def _one(arguments: Namespace, config: Config, policy: str, *, several: bool) -> Outcome:
+    truth = Truth(seed=arguments.seed)
+    trace = read_trace(Path(arguments.trace)) if arguments.trace else None
+    moments = fleet_of(arguments, config, trace, truth)
+    plan = starting_plan(config, moments[0].fleet)
+    if several:
+        config = replace(config, run=replace(config.run, name=f"{config.run.name}-{policy}"))
+    folder = create_run_folder(config, Path(config.run.folder))
+    display: Display = QuietDisplay() if arguments.quiet or several else open_display(config.run.steps, sys.stdout)
+    began = time.monotonic()
+    with ExitStack() as ending:
+        ending.callback(display.close)
+        journal = Journal(folder.events)
+        ending.callback(journal.close)
+        metrics = MetricsWriter(folder.metrics, NoMirror())
+        ending.callback(metrics.close)
+        display.note(f"run folder {folder.path}")
+        world = SimulatedWorld(
+            config=config,
+            first=plan,
+            moments=moments,
+            workload=workload_of(config, arguments.mean_tokens, trace, arguments.seed),
+            truth=truth,
+            journal=journal,
+            metrics=metrics,
+            display=display,
+            renumbered=policy == "script",
+            delays=Delays(notice_seconds=arguments.notice_seconds),
+        )
+        drive(controller_for(policy, config, plan, world.fleet), world)
+    if several:
+        print(f"{policy}: {folder.path}", flush=True)
+    return outcome(policy, folder.path, world, time.monotonic() - began)
+
+
+def controller_for(policy: str, config: Config, plan: Plan, fleet: Fleet) -> Any:
+    """The controller of a policy."""
+    if policy == "script":
+        return Controller(config)
+    return AdaptiveController(plan=plan, fleet=fleet, last_step=config.run.steps, policy=RULES[policy](plan))
+
+
+def fleet_of(arguments: Namespace, config: Config, trace: FleetTrace | None, truth: Truth) -> tuple[Moment, ...]:
+    """The fleet over time that the options name."""
+    if arguments.device not in DEVICES:
+        raise ConfigError("--device", arguments.device, near(arguments.device, DEVICES))
+    if trace is not None:
+        if arguments.fleet:
+            raise ConfigError("--fleet", arguments.fleet, "expected either --fleet or --trace")
+        return play(trace, DEVICES[arguments.device], truth)
+    return steady(parse_fleet(arguments.fleet or f"{config.fleet.slots}x{arguments.device}"))
+
+
+def starting_plan(config: Config, fleet: Fleet) -> Plan:
+    """The configuration's plan; with more or fewer replicas where the fleet begins with another number of slots."""
+    plan = first_plan(config)
+    if plan_slots(plan) <= set(fleet.slots) and len(fleet.slots) == config.fleet.slots:
+        return plan
+    found = with_dp(plan, fleet, fleet.slots, divisible=True)
+    if found is None:
+        raise InfeasiblePlan(
+            "plan", str(plan), f"a plan of which at least one replica fits on {len(fleet.slots)} slots"
+        )
+    return found
+
+
+def workload_of(config: Config, mean_tokens: float | None, trace: FleetTrace | None, seed: int) -> SimWorkload:
+    """Lengths by the option, else by the trace's curve, else a share of the cap."""
+    data = config.data
+    curve: LengthCurve
+    if mean_tokens is not None:
+        curve = constant(mean_tokens)
+    elif trace is not None and trace.lengths is not None:
+        curve = trace.lengths
+    else:
+        curve = constant(MEAN_RESPONSE_SHARE * data.max_response_tokens)
+    return SimWorkload(
+        algorithm="ppo" if config.algorithm.adv_estimator == "gae" else "grpo",
+        prompts_per_step=data.prompts_per_step,
+        samples_per_prompt=data.samples_per_prompt,
+        mean_prompt_tokens=MEAN_PROMPT_SHARE * data.max_prompt_tokens,
+        most_prompt_tokens=data.max_prompt_tokens,
+        most_response_tokens=data.max_response_tokens,
+        curve=curve,
+        seed=seed,
+    )
+
+
+def outcome(policy: str, folder: Path, world: SimulatedWorld, wall_seconds: float) -> Outcome:
+    """What a world's run came to."""
+    steps, total = world.steps_done, world.env.now
+    seconds = world.step_seconds
+    return Outcome(
+        policy=policy,
+        folder=folder,
+        steps=steps,
+        total_seconds=total,
+        latency_seconds=total / steps if steps else float("nan"),
+        step_seconds=sum(seconds) / len(seconds) if seconds else float("nan"),
+        tokens_per_second=world.tokens / total if total else 0.0,
+        transitions_count=len(world.transitions),
+        pause_seconds=sum(float(done["pause_seconds"]) for done in world.transitions),
+        lost_seconds=world.lost_seconds,
+        wall_seconds=wall_seconds,
+        stands_still=world.stands_still,
+    )
+
+
+def table(found: Sequence[Outcome]) -> str:
+    """The outcomes, one a line; the last column is the latency beside the first one's."""
+    head = (
+        "policy",
+        "steps",
+        "hours",
+        "s/step all in",
+        "s/step",
+        "tokens/s",
+        "changes",
+        "pause s",
+        "share",
+        "void s",
+        "beside",
+    )
+    rows: list[tuple[str, ...]] = [head]
+    for one in found:
+        beside = one.latency_seconds / found[0].latency_seconds - 1
+        rows.append(
+            (
+                one.policy + (" (stands still)" if one.stands_still else ""),
+                f"{one.steps}",
+                f"{one.total_seconds / 3600:.2f}",
+                f"{one.latency_seconds:.2f}",
+                f"{one.step_seconds:.2f}",
+                f"{one.tokens_per_second:,.0f}",
+                f"{one.transitions_count}",
+                f"{one.pause_seconds:.1f}",
+                f"{one.pause_seconds / one.total_seconds:.2%}",
+                f"{one.lost_seconds:.1f}",
+                "" if one is found[0] or one.stands_still or found[0].stands_still else f"{beside:+.1%}",
+            )
+        )
+    widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
+    lines = [
+        "  ".join(
+            cell.ljust(w) if not i else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    ]
+    wall = sum(one.wall_seconds for one in found)
+    return "\n".join([*(line.rstrip() for line in lines), f"simulated in {wall:.1f} s"]) + "\n"
