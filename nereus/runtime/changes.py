@@ -172,7 +172,7 @@ class Transaction:
     def _run(self, stretch: Stretch, seconds: dict[str, float]) -> None:
         """Carries a stretch out on the slots, then what the driver does at its end."""
         committed = self.execution is not None and self.execution.committed
-        given = {slot: (tasks, committed) for slot, tasks in stretch.tasks.items()}
+        given = {slot: (tasks, committed, dict(self.job.optimizer_steps)) for slot, tasks in stretch.tasks.items()}
         answers = self.job.pool.gather("perform", given)
         performed = {slot: answer for slot, answer in answers.items() if isinstance(answer, Performed)}
         self._take(performed)

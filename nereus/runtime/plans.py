@@ -79,7 +79,6 @@ class Planned:
                 cached=frozenset(cached),
                 evicted=evicted,
                 snapshots=self.folders,
-                optimizer_steps=dict(job.optimizer_steps),
             )
             for slot in job.pool.numbers
         }

@@ -330,14 +330,14 @@ class Slot:
             raise RuntimeError(f"slot {self.number} is in a change already")
         self._changing = Transformation(self, change)
 
-    def perform(self, tasks: tuple[Task, ...], committed: bool) -> Performed:
+    def perform(self, tasks: tuple[Task, ...], committed: bool, optimizer_steps: dict[str, int]) -> Performed:
         """Carries out tasks of the change; some wait for other slots, so all slots of a stretch are called at once.
 
         When one fails this slot retreats, to the new version where the change is `committed`.
         """
         if self._changing is None:
             raise RuntimeError(f"slot {self.number} is in no change")
-        performed = self._changing.perform(tasks)
+        performed = self._changing.perform(tasks, optimizer_steps)
         if performed.failed is not None:
             self.retreat(committed, OLD)
         return performed

@@ -53,7 +53,6 @@ class SlotChange:
     cached: frozenset[str]
     evicted: tuple[GroupKey, ...]
     snapshots: Mapping[str, str]
-    optimizer_steps: Mapping[str, int]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,9 +86,14 @@ class Transformation:
         self._sources: dict[str, state.Store] = {}
         self._targets: dict[str, state.Store] = {}
         self._active: set[str] = set()
+        self._steps: Mapping[str, int] = {}
 
-    def perform(self, tasks: tuple[Task, ...]) -> Performed:
-        """Carries tasks out in order until one fails; the slot must then retreat, because peers may wait for it."""
+    def perform(self, tasks: tuple[Task, ...], optimizer_steps: Mapping[str, int]) -> Performed:
+        """Carries tasks out in order until one fails; the slot must then retreat, because peers may wait for it.
+
+        `optimizer_steps` are those of each EMU now: the step that runs beside a change makes more of them.
+        """
+        self._steps = optimizer_steps
         outcomes: list[Outcome] = []
         with self._slot.ledger.in_phase("transition"):
             for task in tasks:
@@ -166,7 +170,6 @@ class Transformation:
             engine = TrainEngine(slot.joined, slot.specs[stage.model], stage, slot.number, adam, groups)
             self.next[task.emu] = engine
             slot.ledger.hold_all(f"next.{task.emu}", engine.resident_bytes())
-        engine.optimizer_steps = self.change.optimizer_steps.get(task.emu, 0)
 
     def _transfer(self, task: Task) -> Outcome:
         program = self.change.programs[task.movement_index]
@@ -189,6 +192,9 @@ class Transformation:
         """What is handed on has come from the host: the tasks before have seen to it."""
 
     def _verify(self, task: Task) -> Outcome:
+        """All bytes are here: their digests; the count of optimizer steps belongs to them."""
+        if task.emu in self.next:
+            self.next[task.emu].optimizer_steps = self._steps.get(task.emu, 0)
         return self._digests(task, self._target(task.emu))
 
     def _stage_out(self, task: Task) -> None:
@@ -214,7 +220,7 @@ class Transformation:
         if emu in slot.live:
             self._put_away(emu)
         slot.live[emu] = self.next.pop(emu)
-        slot.steps[emu] = self.change.optimizer_steps.get(emu, 0)
+        slot.steps[emu] = self._steps.get(emu, 0)
         slot.ledger.rename(f"next.{emu}", emu)
         slot.ledger.rename(f"overhead.next.{emu}", f"overhead.{emu}")
         slot.forget_use(emu)

@@ -44,6 +44,9 @@ class SomeSlots:
     def call_all(self, method: str, *arguments: object) -> dict[int, Any]:
         return self.pool.call(method, dict.fromkeys(self.numbers, arguments))
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.pool, name)
+
     def join(self) -> None:
         address, port = ray.get(self.pool._actors[0].meeting_place.remote())
         self.call_all("join", len(self.numbers), address, port, 120.0)

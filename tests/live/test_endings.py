@@ -152,7 +152,12 @@ def fail(slot: object) -> None:
     raise ValueError(f"a fault in {type(slot).__name__}")
 
 
+def number(_: object) -> int:
+    """The process's number."""
+    return os.getpid()
+
+
 def test_an_exception_in_a_slot_reaches_the_user_with_its_traceback(pool: SlotPool) -> None:
     with pytest.raises(SlotFailed, match=r"slot 1 failed in apply(.|\n)*in fail(.|\n)*ValueError: a fault in Slot"):
         pool.call("apply", {1: (fail,)})
-    assert pool.call_all("pid") == pool.pids  # nothing else was disturbed
+    assert pool.call_all("apply", number) == pool.pids  # nothing else was disturbed
