@@ -20,7 +20,7 @@ from nereus.transitions.programs import Stretch, stretches
 from nereus.transitions.proof import check
 
 GROUPS_PER_STAGE = 1_000  # names that the groups of one stage may use up
-CACHED_GROUPS = 6  # stages' communicators kept because layouts come back
+CACHED_GROUPS = 2  # stages whose communicators are kept because layouts come back; each has about 20, with threads
 EXPECTED_ENGINE_SECONDS = 0.3
 
 
