@@ -25,7 +25,8 @@ from benchmarks.transition_report import text
 from nereus.config import ModelConfig
 from nereus.layout import Plan
 from nereus.runtime.fabric import program_of
-from nereus.runtime.job import SHARED_MEMORY, combined
+from nereus.runtime.host_memory import PLACE
+from nereus.runtime.job import combined
 from nereus.runtime.pool import SlotPool
 from nereus.storage import emu_name
 from nereus.transition import build
@@ -76,7 +77,7 @@ def there_and_back(bench: BenchJob, one: str, two: str) -> list[dict[str, Any]]:
         for way, plan in zip(ways, (second, first), strict=True):
             live(bench, plan, way)
     bench.check()
-    for place, base in (("memory", SHARED_MEMORY if SHARED_MEMORY.is_dir() else None), ("disk", bench.folder.path)):
+    for place, base in (("memory", PLACE), ("disk", bench.folder.path)):
         for way, plan in zip(ways, (second, first), strict=True):
             way["saved"][place].append(saved(bench, plan, base))
         bench.check()

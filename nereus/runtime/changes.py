@@ -17,6 +17,7 @@ from pathlib import Path
 from nereus.errors import DigestMismatch, NereusError, SlotFailed, TransferFailed
 from nereus.interchange.start import first_steps
 from nereus.layout import Plan
+from nereus.runtime.fabric import Traffic
 from nereus.runtime.job import Digests, Job, MoveReport, combined, report, short
 from nereus.runtime.journal import Journal
 from nereus.runtime.plans import Planned, engine_seconds_of, plan_change
@@ -24,6 +25,7 @@ from nereus.runtime.transformation import Outcome, Performed, snapshot_name
 from nereus.storage import Shard, emu_name, holding
 from nereus.transitions.execution import Execution, OperationDone, OperationFailed, PauseBegun
 from nereus.transitions.order import Infeasible
+from nereus.transitions.planned import SlotRoom
 from nereus.transitions.programs import Stretch
 
 NEXT = "next"
@@ -76,7 +78,7 @@ class Transaction:
         self._planning: Future[Planned] | None = None
         self._before: dict[int, dict[Shard, int]] = defaultdict(dict)
         self._after: dict[int, dict[Shard, int]] = defaultdict(dict)
-        self._traffic: dict[int, list[Outcome]] = defaultdict(list)
+        self._outcomes: dict[int, list[Outcome]] = defaultdict(list)
         self._begun = False
         self._refused = ""
 
@@ -161,11 +163,11 @@ class Transaction:
         job.pool.call_all("finish_change")
         planned.cache_groups(job)
         job.plan = self.plan
-        job.engine_seconds |= engine_seconds_of(self._traffic)
+        job.engine_seconds |= engine_seconds_of(self._outcomes)
         started = time.monotonic()
         job.use_sync(planned.sync)
         pause["sync"] = time.monotonic() - started
-        job.drop_snapshots()
+        job.host.drop_snapshots()
 
     # -- stretches -----------------------------------------------------------------------------------------------
 
@@ -200,7 +202,7 @@ class Transaction:
                     self._before[slot].update(outcome.digests)
                 elif kind == "verify":
                     self._after[slot].update(outcome.digests)
-                self._traffic[slot].append(outcome)
+                self._outcomes[slot].append(outcome)
 
     def _commit(self, seconds: dict[str, float]) -> None:
         """Digests and bytes must be what they should be; then the one record that decides."""
@@ -229,8 +231,7 @@ class Transaction:
 
     def _report(self) -> MoveReport:
         moved = self.planned.moved
-        totals = {slot: _total(outcomes) for slot, outcomes in self._traffic.items()}
-        return report(moved, {slot: totals[slot] for slot in self.job.pool.numbers if slot in totals})
+        return report(moved, {slot: _total(outcomes) for slot, outcomes in self._outcomes.items()})
 
     def known_digests(self) -> Digests:
         """Digests of the changing EMUs' old state as the slots that answered took them; none where they have gaps."""
@@ -264,10 +265,10 @@ class Transaction:
         raise ChangeUndone(reason)
 
 
-def _timed_plan(job: Job, plan: Plan, room: Mapping[int, object], record: ChangeRecord) -> Planned:
+def _timed_plan(job: Job, plan: Plan, room: Mapping[int, SlotRoom], record: ChangeRecord) -> Planned:
     started = time.monotonic()
     try:
-        return plan_change(job, plan, room)  # type: ignore[arg-type]
+        return plan_change(job, plan, room)
     finally:
         record.outside_seconds["plan"] = time.monotonic() - started
 
@@ -286,9 +287,7 @@ def _add_seconds(performed: Mapping[int, Performed], seconds: dict[str, float]) 
         seconds[kind] = seconds.get(kind, 0.0) + value
 
 
-def _total(outcomes: list[Outcome]):  # noqa: ANN202
-    from nereus.runtime.fabric import Traffic
-
+def _total(outcomes: list[Outcome]) -> Traffic:
     total = Traffic()
     for outcome in outcomes:
         if outcome.traffic is not None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -17,6 +14,7 @@ from nereus.layout import Layout, Plan, StagePlan
 from nereus.model import ModelSpec, models_of
 from nereus.runtime.digest import MASK
 from nereus.runtime.fabric import Program, Traffic, program_of
+from nereus.runtime.host_memory import HostMemory
 from nereus.runtime.pool import SlotPool
 from nereus.slices import Holding, Movement
 from nereus.storage import Shard, emu_name
@@ -27,9 +25,7 @@ from nereus.transitions.durations import Tolls
 GroupKey = tuple[str, tuple[int, ...], Layout]
 """An EMU, the slots of its stage and its layout: what its communicators depend on."""
 Digests = dict[str, dict[str, str]]
-SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  # its files have names of their own
-HOST_MEMORY = SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
-"""Files here outlive the process that wrote them, as pinned host memory of a node's agent would."""
+IDLE_GROUPS = 4  # of slots that no stage runs on, kept because plans come back
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,18 +58,20 @@ class Job:
 
     def __post_init__(self) -> None:
         self.specs: dict[str, ModelSpec] = models_of(self.config.model)
+        self.host = HostMemory(None if self.folder is None else self.folder / "transition")
 
     def align(self, stages: Sequence[StagePlan]) -> None:
         """Before groups are built: equal counters on all slots, and a group for each stage's slots.
 
-        Groups of slots that no stage of the plan runs on are kept for a while: plans come back.
+        Groups of slots that no stage of the plan runs on are kept for a while: plans come back. Those under cached
+        communicators count among them.
         """
         counts = self.pool.call_all("group_count")
         rank_sets = tuple(dict.fromkeys(stage.slots for stage in stages))
-        used = frozenset(
-            (*(stage.slots for _, stage in self.plan.stages()), *(slots for _, slots, _ in self.idle_groups))
-        )
-        self.pool.call_all("align", rank_sets, max(counts.values()), used)
+        used = {*rank_sets, *(stage.slots for _, stage in self.plan.stages())}
+        cached = {slots for _, slots, _ in self.idle_groups} - used
+        keep_count = max(IDLE_GROUPS - len(cached), 0)
+        self.pool.call_all("align", rank_sets, max(counts.values()), frozenset(used | cached), keep_count)
 
     def attach(self, stages: Sequence[StagePlan], label: str) -> None:
         """Builds these stages from detached state, one after the other: engines build groups in one global order."""
@@ -119,19 +117,8 @@ class Job:
 
     def offload(self, stage: StagePlan) -> int:
         """An inference stage waits in host memory until its next phase; the bytes that moved."""
-        folder = str(self.snapshot_folder("snapshot"))
-        return sum(self.pool.call("offload", dict.fromkeys(stage.slots, (emu_name(stage), folder))).values())
-
-    def snapshot_folder(self, mode: Mode) -> Path:
-        """Where slots copy old bytes to: host memory, or for mode checkpoint the disk of the run's folder."""
-        if mode == "checkpoint" and self.folder is not None:
-            return self.folder / "transition"
-        return HOST_MEMORY / f"nereus-{os.getpid()}"
-
-    def drop_snapshots(self) -> None:
-        """Removes this host's snapshots."""
-        for mode in ("snapshot", "checkpoint"):
-            shutil.rmtree(self.snapshot_folder(mode), ignore_errors=True)
+        given = dict.fromkeys(stage.slots, (emu_name(stage), str(self.host.offloaded)))
+        return sum(self.pool.call("offload", given).values())
 
     @staticmethod
     def _layer(part: Movement, slot: int, wanted: tuple[Shard, ...]) -> Program:

@@ -103,7 +103,7 @@ class JsonLines:
 
     def claim(self) -> None:
         """Locks the file against other processes. JournalError when one has it."""
-        if not _locked(self._file.fileno()):
+        if not lock(self._file.fileno()):
             raise JournalError(f"{self.path}: another process is writing this run; wait for its end, or stop it")
 
     def close(self) -> None:
@@ -144,11 +144,11 @@ class Journal:
 def is_being_written(path: Path) -> bool:
     """Whether a process has claimed the journal in `path`."""
     with path.open("rb") as file:
-        return not _locked(file.fileno())
+        return not lock(file.fileno())
 
 
-def _locked(descriptor: int) -> bool:
-    """Whether the file could be locked; also where its file system knows no locks."""
+def lock(descriptor: int) -> bool:
+    """Locks an open file unless another process has; whether it could, or its file system knows no locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -37,6 +37,7 @@ class Ledger:
     held: dict[str, int] = field(default_factory=dict)
     peaks: dict[str, int] = field(default_factory=dict)
     phase: str = "start"
+    _used: set[tuple[str, str]] = field(default_factory=set[tuple[str, str]])
 
     @property
     def total_bytes(self) -> int:
@@ -107,6 +108,22 @@ class Ledger:
         grown = resident_bytes() - before - (self.total_bytes - held)
         if grown > 0:
             self.hold(component, self.held.get(component, 0) + grown)
+
+    @contextmanager
+    def first_use(self, emu: str, phase: str) -> Iterator[None]:
+        """Books what a process grows by when an engine first runs a phase: tables and caches without a size."""
+        if (emu, phase) in self._used:
+            yield
+            return
+        self._used.add((emu, phase))
+        settle()
+        with self.measured("overhead.first_use"):
+            yield
+            settle()
+
+    def forget_use(self, emu: str) -> None:
+        """A new engine of the EMU has run no phase yet."""
+        self._used = {used for used in self._used if used[0] != emu}
 
 
 class ActivationMeter:

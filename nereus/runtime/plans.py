@@ -138,9 +138,7 @@ def plan_change(job: Job, plan: Plan, room: Mapping[int, SlotRoom]) -> Planned:
         moved=moved,
         copies=copies,
         sync=None if unsynced else build_sync(job.specs["actor"], plan, bucket_bytes),
-        folders=dict.fromkeys(
-            graph.change.through(), str(job.snapshot_folder("checkpoint" if on_disk else "snapshot"))
-        ),
+        folders=dict.fromkeys(graph.change.through(), str(job.host.snapshots("checkpoint" if on_disk else "snapshot"))),
         on_disk=on_disk,
     )
 

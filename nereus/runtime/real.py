@@ -160,6 +160,11 @@ class RealWorld:
                 self._save_last()
                 self.journal.append("run_stopped", reason=command.reason, steps=len(self.records), sync=True)
 
+    def close(self) -> None:
+        """Ends the process of searches and gives host memory back; the pool is the caller's."""
+        self.searches.close()
+        self.job.host.close()
+
     # -- preparation ---------------------------------------------------------------------------------------------
 
     def _prepare(self) -> None:

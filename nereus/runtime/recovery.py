@@ -85,7 +85,7 @@ def recover(
     job.pool.call_all("drop", OLD)
     start_generation(job)
     job.plan_sync()
-    job.drop_snapshots()
+    job.host.drop_snapshots()
     return Recovery(next_step=next_step, sources=sources)
 
 

@@ -92,7 +92,7 @@ def run_job(
                 recorded=None if rollouts is None else RunFolder(path=rollouts).rollouts,
                 resumption=resumption,
             )
-            ending.callback(world.searches.close)
+            ending.callback(world.close)
             drive(commander(world, ending), world)
         except (NereusError, KeyboardInterrupt) as error:
             reason = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"

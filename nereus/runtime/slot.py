@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -31,7 +30,7 @@ from nereus.rl.batch import Batch, over_tensors
 from nereus.rollout import Completion, Request
 from nereus.runtime import digest, fabric, state
 from nereus.runtime.fabric import Program, Traffic
-from nereus.runtime.job import GroupKey
+from nereus.runtime.job import IDLE_GROUPS, GroupKey
 from nereus.runtime.ledger import ActivationMeter, Ledger, resident_bytes, settle
 from nereus.runtime.messages import PhaseResult, SlotMemory
 from nereus.runtime.objective import Objective
@@ -43,7 +42,7 @@ from nereus.storage import MOMENTS, Shard, emu_name
 from nereus.transitions.planned import SlotRoom
 from nereus.transitions.programs import Task
 
-IDLE_GROUPS = 4  # of slots that no stage runs on, kept because plans come back
+Ranks = tuple[int, ...]
 LOGIT_COPIES = 6  # of [rows, S, local vocabulary] float32: raw, scaled, masked, shifted, exp, log-probabilities
 
 
@@ -80,7 +79,6 @@ class Slot:
         self.store: dict[str, state.Store] = {}
         self.steps: dict[str, int] = {}
         self._sync: tuple[Program, ...] = ()
-        self._used: set[tuple[str, str]] = set()
         self.on_task: Callable[[Task], None] | None = None
         self.ledger = Ledger(slot=self.number, budget_bytes=config.fleet.slot_budget_bytes)
         settle()
@@ -163,13 +161,20 @@ class Slot:
         return self.world
 
     def align(
-        self, rank_sets: tuple[tuple[int, ...], ...], group_count: int, used: frozenset[tuple[int, ...]] = frozenset()
+        self,
+        rank_sets: tuple[Ranks, ...],
+        group_count: int,
+        used: frozenset[Ranks] = frozenset(),
+        idle: int = IDLE_GROUPS,
     ) -> int:
-        """Collective over all slots, before groups are built: equal names from here on, and a group per rank set."""
+        """Collective over all slots, before groups are built: equal names from here on, and a group per rank set.
+
+        Of groups that are not `used` the last `idle` stay.
+        """
         self.joined.align_group_count(group_count)
         for ranks in rank_sets:
             self.joined.sub(ranks)
-        self.joined.forget_idle({*used, *rank_sets}, IDLE_GROUPS)
+        self.joined.forget_idle({*used, *rank_sets}, idle)
         return self.joined.group_count
 
     def group_count(self) -> int:
@@ -219,7 +224,7 @@ class Slot:
         engine.optimizer_steps = optimizer_steps
         self.steps[emu] = optimizer_steps
         self.live[emu] = engine
-        self.forget_use(emu)
+        self.ledger.forget_use(emu)
         self.ledger.hold(f"detached.{label}", state.size_bytes(held))
 
     def move(self, program: Program, emus: tuple[str, ...], source_label: str, target_label: str) -> Traffic:
@@ -359,27 +364,11 @@ class Slot:
             self._changing.abandon()
             self._changing = None
 
-    def forget_use(self, emu: str) -> None:
-        """A new engine of the EMU has run no phase yet."""
-        self._used = {used for used in self._used if used[0] != emu}
-
     def room(self) -> SlotRoom:
         """What a change of plan may count on."""
         return room_of(self.ledger)
 
     # -- phases --------------------------------------------------------------------------------------------------
-
-    @contextmanager
-    def _first_use(self, emu: str, phase: str) -> Iterator[None]:
-        """Books what a process grows by when an engine first runs a phase: tables and caches without a size."""
-        if (emu, phase) in self._used:
-            yield
-            return
-        self._used.add((emu, phase))
-        settle()
-        with self.ledger.measured("overhead.first_use"):
-            yield
-            settle()
 
     def _seed(self, emu: str) -> str:
         """Random numbers of a phase are a function of (run seed, EMU, optimizer steps): no layout, slot or history."""
@@ -395,7 +384,7 @@ class Slot:
     def forward(self, emu: str, share: Batch, micro_batch: int, phase: str) -> PhaseResult:
         """Collective over the stage: what the model says about this slot's share of the batch."""
         engine = self.live[emu]
-        with self._first_use(emu, phase), self.ledger.in_phase(phase):
+        with self.ledger.first_use(emu, phase), self.ledger.in_phase(phase):
             if engine.bring_back():
                 self.ledger.hold_all(emu, engine.resident_bytes())
             rng = self._seed(emu)
@@ -410,7 +399,7 @@ class Slot:
         engine = self.live[emu]
         meter = ActivationMeter(engine.module.parameters())
         phase = f"update_{emu.split('.', maxsplit=1)[0]}"
-        with self._first_use(emu, phase), self.ledger.in_phase(phase):
+        with self.ledger.first_use(emu, phase), self.ledger.in_phase(phase):
             rng = self._seed(emu)
             share = over_tensors(share, lambda tensor: tensor.to(state.device()))
             with meter.counting():
@@ -433,7 +422,7 @@ class Slot:
         if stage.rank_of(self.number) is None:
             return
         data = self.config.data
-        self._used.discard(("actor.generate", "gen"))
+        self.ledger.forget_use("actor.generate")
         with self.ledger.measured("overhead.actor.generate"):
             self.generation = GenerationEngine(
                 world=self.joined,
@@ -471,7 +460,7 @@ class Slot:
         """Collective over the slots of one engine, which are given the same requests; others return nothing."""
         if self.generation is None:
             return []
-        with self._first_use("actor.generate", "gen"), self.ledger.in_phase("gen"):
+        with self.ledger.first_use("actor.generate", "gen"), self.ledger.in_phase("gen"):
             return self.generation.generate(requests)
 
     # -- facts ---------------------------------------------------------------------------------------------------

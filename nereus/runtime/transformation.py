@@ -223,7 +223,7 @@ class Transformation:
         slot.steps[emu] = self._steps.get(emu, 0)
         slot.ledger.rename(f"next.{emu}", emu)
         slot.ledger.rename(f"overhead.next.{emu}", f"overhead.{emu}")
-        slot.forget_use(emu)
+        slot.ledger.forget_use(emu)
 
     def _put_away(self, emu: str) -> None:
         self.old[emu] = self._slot.live.pop(emu)
@@ -268,6 +268,8 @@ class Transformation:
     def finish(self) -> None:
         """After the last task: what the cache has no room for goes, and the memory of old engines."""
         gc.collect()
+        for emu, folder in self.change.snapshots.items():  # the driver sees to its own host only
+            (Path(folder) / snapshot_name(emu, self._slot.number)).unlink(missing_ok=True)
         for groups in self._old_groups.values():
             groups.close()
         self._old_groups.clear()

@@ -237,7 +237,7 @@ def test_models_change_places_on_full_slots(pool: SlotPool, tmp_path: Path) -> N
         assert all(torch.equal(after[key], before[emu][key]) for key in after), emu
     assert record.moved is not None
     assert record.moved.counted_bytes == record.moved.planned_bytes > 0
-    assert not scene.job.snapshot_folder("snapshot").exists(), "host memory is given back"
+    assert not scene.job.host.snapshots("snapshot").exists(), "host memory is given back"
     scene.phases.warm_up(2)
 
 
@@ -249,6 +249,9 @@ def test_the_reference_waits_in_host_memory(pool: SlotPool, tmp_path: Path) -> N
         scene = Scene(pool, config(plan=plan), tmp_path / keep)
         first = scene.step()
         held = {slot: facts.held for slot, facts in pool.call_all("memory").items()}
+        scene.change(actor_train=S(dp=4, micro_batch=4))
+        waiting = len(list(scene.job.host.offloaded.glob("*")))
+        assert waiting == (4 if keep == "nothing" else 0), "a change of another model leaves it where it is"
         scene.change(reference_infer=S(pp=2, dp=2, keep=keep))
         second = scene.step()
         losses = [row["actor/loss"] for record in (first, second) for row in record.updates]

@@ -282,12 +282,12 @@ class TrainEngine:
         return bool(dropped)
 
     def offload(self, path: Path) -> int:
-        """Moves the weights of an inference-only stage to a new file in host memory; the bytes.
+        """Moves the weights of an inference-only stage to a file in host memory; the bytes.
 
         OSError where it cannot be written; the weights have not moved then.
         """
         try:
-            with path.open("xb") as file:
+            with path.open("wb") as file:
                 for tensor in self._tensors.values():
                     file.write(tensor.data.cpu().contiguous().view(torch.uint8).numpy().data)
                 size_bytes = file.tell()

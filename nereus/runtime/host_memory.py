@@ -1,0 +1,77 @@
+"""A run's folder in host memory: what slots put there outlives the process that wrote it, as pinned memory of a node's
+agent would. It goes with the run; what a killed driver left is removed when another run first needs the place.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import weakref
+from pathlib import Path
+
+from nereus.runtime.journal import lock
+from nereus.transitions.change import Mode
+
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  # its files have names of their own
+PLACE = SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
+PREFIX, OWNER = "nereus-", "owner"
+
+
+class HostMemory:
+    """Folders for snapshots of a change, in memory or on `disk`, and for what waits between its phases.
+
+    The folder in memory is made when it is first asked for, and its driver holds a lock on it.
+    """
+
+    def __init__(self, disk: Path | None) -> None:
+        self._disk = disk
+        self._folder: Path | None = None
+
+    @property
+    def folder(self) -> Path:
+        """This run's folder on the driver's host; slots of other hosts make one of the same name. OSError."""
+        if self._folder is None:
+            remove_orphans(PLACE)
+            self._folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=PLACE))
+            fresh = self._folder / f".{OWNER}"
+            self._owner = fresh.open("wb")
+            lock(self._owner.fileno())
+            fresh.rename(self._folder / OWNER)  # under that name it is locked from the first
+            self._end = weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
+        return self._folder
+
+    def snapshots(self, mode: Mode) -> Path:
+        """Where slots copy old bytes to: host memory, or for mode checkpoint the disk of the run's folder."""
+        return self._disk if mode == "checkpoint" and self._disk is not None else self.folder / "snapshots"
+
+    @property
+    def offloaded(self) -> Path:
+        """Where stages wait between their phases."""
+        return self.folder / "offloaded"
+
+    def drop_snapshots(self) -> None:
+        """Removes this host's snapshots; what is offloaded stays."""
+        if self._folder is not None:
+            shutil.rmtree(self._folder / "snapshots", ignore_errors=True)
+        if self._disk is not None:
+            shutil.rmtree(self._disk, ignore_errors=True)
+
+    def close(self) -> None:
+        """Removes everything; a second call does nothing."""
+        self.drop_snapshots()
+        if self._folder is not None:
+            self._end()
+            self._owner.close()
+            self._folder = None
+
+
+def remove_orphans(place: Path) -> None:
+    """Removes folders of runs in `place` whose drivers are gone: nobody holds the lock on them."""
+    for owner in place.glob(f"{PREFIX}*/{OWNER}"):
+        try:
+            with owner.open("rb") as file:
+                gone = lock(file.fileno())
+        except OSError:  # another user's, or gone just now
+            continue
+        if gone:
+            shutil.rmtree(owner.parent, ignore_errors=True)
