@@ -139,9 +139,9 @@ class RulePolicy:
     def check(self) -> None:
         """There is nothing to contradict."""
 
-    def wanted(self, situation: Situation) -> Plan | None:
-        """The plan for the situation, None when there is none."""
-        raise NotImplementedError
+    def wanted(self, situation: Situation) -> Plan | None:  # noqa: ARG002 - for those who follow
+        """The plan for the situation, None when there is none: this one has no rule."""
+        return None
 
     def choose(self, situation: Situation) -> Choice:
         """Goes to what is wanted; without that, or when the change failed here, stays if the present plan can run."""

@@ -27,27 +27,34 @@ VOCABULARY_PARALLEL_LOSS_BYTES, PLAIN_LOSS_BYTES = 6, 12
 """Bytes a logit: 16-bit logits and their fp32 softmax in place; or both, the fp32 gradient, and the 16-bit one."""
 
 
+class Parts:
+    """Bytes by component, however they came together."""
+
+    __slots__ = ()
+    components: Mapping[str, float]
+
+    @property
+    def total_bytes(self) -> float:
+        """The sum of the components, without margin."""
+        return sum(self.components.values())
+
+    @property
+    def binding(self) -> str:
+        """The largest component."""
+        return max(self.components, key=lambda name: self.components[name])
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Peak:
+class Peak(Parts):
     """A slot's peak in one phase: bytes by component."""
 
     phase: str
     components: Mapping[str, float]
 
     @property
-    def total_bytes(self) -> float:
-        """The peak, without margin."""
-        return sum(self.components.values())
-
-    @property
     def safe_bytes(self) -> float:
         """The peak that a plan is judged by: with MARGIN."""
         return self.total_bytes * (1 + MARGIN)
-
-    @property
-    def binding(self) -> str:
-        """The largest component."""
-        return max(self.components, key=lambda name: self.components[name])
 
 
 def state_components(

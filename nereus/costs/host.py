@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from nereus.costs.footprint import Parts
+
 PROCESS_BYTES = 6_000_000_000
 """A rank's process with its libraries, CUDA's host side, its loader and its part of Ray's object store: a rough figure."""
 HOST_BYTES_PER_SLOT = 128 * 1024**3
@@ -17,21 +19,11 @@ HOST_BYTES_PER_SLOT = 128 * 1024**3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class HostPeak:
+class HostPeak(Parts):
     """Host memory of one slot's share of its node: bytes by component, and how much there is."""
 
     components: Mapping[str, float]
     room_bytes: float
-
-    @property
-    def total_bytes(self) -> float:
-        """The sum of the components."""
-        return sum(self.components.values())
-
-    @property
-    def binding(self) -> str:
-        """The largest component."""
-        return max(self.components, key=lambda name: self.components[name])
 
     @property
     def fits(self) -> bool:

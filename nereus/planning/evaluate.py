@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from nereus.costs.calibrate import Prediction, predict
+from nereus.costs.footprint import Parts
 from nereus.costs.host import HostPeak, host_peak
 from nereus.layout import Layout, first_problem
 from nereus.planning.bytes import Components, DeviceMemory, EngineBytes, MemoryModel, StageBytes
@@ -46,7 +47,7 @@ class PhaseTime:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PoolPeak:
+class PoolPeak(Parts):
     """A slot of a pool in one phase: bytes by component (stage.component), and the room that it has.
 
     `safe_bytes` is what is compared with `room_bytes`: the sum with the memory model's margin.
@@ -57,16 +58,6 @@ class PoolPeak:
     components: Components
     safe_bytes: float
     room_bytes: float
-
-    @property
-    def total_bytes(self) -> float:
-        """The sum of the components, without margin."""
-        return sum(self.components.values())
-
-    @property
-    def binding(self) -> str:
-        """The largest component."""
-        return max(self.components, key=lambda name: self.components[name])
 
     @property
     def fits(self) -> bool:
