@@ -83,7 +83,7 @@ def job(case: Case, slots: int) -> Config:
     plan = PlanConfig(actor_train=actor, actor_generate=S(dp=slots), critic_train=whole, reference_infer=S(dp=slots))
     return config(
         run=RunConfig(name="fault", seed=7, steps=3),
-        model=ModelConfig(init_std=0.08, layers=12, hidden=64, head_dim=16, heads=4, kv_heads=4, ffn=128),
+        model=ModelConfig(init_std=0.08, layers=12, hidden=64, head_dim=32, heads=2, kv_heads=2, ffn=128),
         warmup=WarmupConfig(steps=1, samples=8),
         fleet=FleetConfig(slots=slots),
         plan=plan,
