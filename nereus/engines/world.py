@@ -40,8 +40,8 @@ class Census:
 class ProcessWorld:
     """This slot's membership in the world: `rank` of `size` processes, gloo on the CPU and NCCL where CUDA is.
 
-    Construction is collective and ends when all `size` ranks have come to `address`:`port` (rank 0 listens there, so
-    a new world takes a new port); it raises torch.distributed.DistError (a RuntimeError) after `timeout_seconds`,
+    Construction is collective and ends when all `size` ranks have come to the store at `address`:`port` (that of a
+    `runtime.meeting.Meeting`, a new one for each world; every group built later meets there too); it raises torch.distributed.DistError (a RuntimeError) after `timeout_seconds`,
     which is also the limit of every collective in the world and in its parts. Sets RANK, WORLD_SIZE, LOCAL_RANK,
     MASTER_ADDR and MASTER_PORT, which engines read. A process has one world at a time.
     """
@@ -56,7 +56,7 @@ class ProcessWorld:
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         dist.init_process_group(
             "nccl" if cuda else "gloo",
-            init_method=f"tcp://{address}:{port}",
+            store=dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=self._timeout),
             rank=rank,
             world_size=size,
             timeout=self._timeout,

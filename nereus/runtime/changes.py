@@ -175,7 +175,7 @@ class Transaction:
         """Carries a stretch out on the slots, then what the driver does at its end."""
         committed = self.execution is not None and self.execution.committed
         given = {slot: (tasks, committed, dict(self.job.optimizer_steps)) for slot, tasks in stretch.tasks.items()}
-        answers = self.job.pool.gather("perform", given)
+        answers = self.job.pool.gather("perform", given, _failed)
         performed = {slot: answer for slot, answer in answers.items() if isinstance(answer, Performed)}
         self._take(performed)
         _add_seconds(performed, seconds)
@@ -234,10 +234,19 @@ class Transaction:
         return report(moved, {slot: _total(outcomes) for slot, outcomes in self._outcomes.items()})
 
     def known_digests(self) -> Digests:
-        """Digests of the changing EMUs' old state as the slots that answered took them; none where they have gaps."""
+        """Digests of the changing EMUs' old state, where the slots that answered took those of all of it."""
+        before = self.planned.stages(self.planned.transition.before)
+        taken = {shard for shards in self._before.values() for shard in shards}
+        wanted = {shard.emu for shard in taken} & {emu for emu, stage in before.items() if stage.stage != "generate"}
+        whole = {
+            emu
+            for emu in wanted
+            if all(taken.issuperset(s) for s in holding(self.job.specs[before[emu].model], before[emu]).values())
+        }
+        by_slot = {n: {s: v for s, v in shards.items() if s.emu in whole} for n, shards in self._before.items()}
         try:
-            return combined(self.job.specs, self._before)
-        except DigestMismatch:
+            return combined(self.job.specs, by_slot)
+        except DigestMismatch:  # replicas differ: nothing is known
             return {}
 
     def whole_snapshots(self) -> dict[str, Path]:
@@ -271,6 +280,10 @@ def _timed_plan(job: Job, plan: Plan, room: Mapping[int, SlotRoom], record: Chan
         return plan_change(job, plan, room)
     finally:
         record.outside_seconds["plan"] = time.monotonic() - started
+
+
+def _failed(answer: Performed | NereusError) -> bool:
+    return not isinstance(answer, Performed) or answer.failed is not None
 
 
 def _add_seconds(performed: Mapping[int, Performed], seconds: dict[str, float]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import logging
 import os
-import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,6 +20,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from nereus.engines.vllm.boot import ENVIRONMENT
 from nereus.errors import NereusError, SlotFailed
+from nereus.runtime.meeting import Meeting
 
 DEATH_SECONDS = 3.0  # how long after a slot's error another slot's death is waited for, which may be its cause
 JOIN_POLL_SECONDS = 0.2
@@ -57,13 +57,6 @@ class SlotActor:
 
         self._slot = Slot(self._number)
         return os.getpid()
-
-    def meeting_place(self) -> tuple[str, int]:
-        """This node's address and a port that is free on it, for a world whose rank 0 is here."""
-        address = ray.util.get_node_ip_address()
-        with socket.socket() as probe:
-            probe.bind((address, 0))
-            return address, int(probe.getsockname()[1])
 
     def alive(self) -> bool:
         """Answers where the process lives."""
@@ -149,8 +142,8 @@ def _own_session() -> Iterator[None]:
 class SlotPool:
     """The live slots of a job. `call` runs a method on several slots at once and returns what each said.
 
-    SlotFailed as soon as one raises or dies (the others may be stuck in a collective with it); after that only
-    `close` makes sense. A NereusError of a slot is raised as it is.
+    SlotFailed as soon as one raises or dies, a NereusError of a slot as it is. The others may be stuck in a collective
+    with it, or wait for it where groups are built, which ends now; after that all have to leave this world.
     """
 
     def __init__(
@@ -166,6 +159,7 @@ class SlotPool:
         self._logs, self._timeout_seconds, self._start_seconds = logs, phase_timeout_seconds, start_timeout_seconds
         note(f"starting {slots} slots")
         start_ray(slots, start_timeout_seconds)
+        self._meeting: Meeting | None = None
         self._actors: dict[int, Any] = {}
         self._boots: list[tuple[Any, Any, str, int]] = []  # of slots that are still to join: actor, boot, log, host
         self._logs_of = {number: self._logs / f"slot_{number}.log" for number in self.numbers}
@@ -251,21 +245,33 @@ class SlotPool:
         """Calls `method` on every slot with the same arguments."""
         return self.call(method, dict.fromkeys(self.numbers, arguments))
 
-    def gather(self, method: str, arguments: Mapping[int, tuple[object, ...]]) -> dict[int, Any]:
-        """As `call`, but waits for every slot: what each said, or the NereusError that came of it."""
-        refs = {slot: self._actors[slot].do.remote(method, given) for slot, given in arguments.items()}
+    def gather(
+        self,
+        method: str,
+        arguments: Mapping[int, tuple[object, ...]],
+        failed: Callable[[Any], bool] = lambda answer: isinstance(answer, NereusError),
+    ) -> dict[int, Any]:
+        """As `call`, but waits for every slot: what each said, or the NereusError that came of it.
+
+        After an answer that has `failed` nobody waits any longer for groups that are being built.
+        """
+        owner = {self._actors[slot].do.remote(method, given): slot for slot, given in arguments.items()}
         found: dict[int, Any] = {}
-        deadline = time.monotonic() + self._timeout_seconds
-        for slot, ref in refs.items():
-            done, _ = ray.wait([ref], timeout=max(deadline - time.monotonic(), 0.0))
+        waiting, deadline = list(owner), time.monotonic() + self._timeout_seconds
+        while waiting:
+            done, waiting = ray.wait(waiting, num_returns=1, timeout=max(deadline - time.monotonic(), 0.0))
             if not done:
-                found[slot] = SlotFailed(f"slot {slot} did not finish {method} within {self._timeout_seconds:.0f} s")
-                continue
+                late = f"did not finish {method} within {self._timeout_seconds:.0f} s"
+                found |= {owner[ref]: SlotFailed(f"slot {owner[ref]} {late}") for ref in waiting}
+                break
+            slot = owner[done[0]]
             try:
-                found[slot] = self._get(method, slot, ref)
+                found[slot] = self._get(method, slot, done[0])
             except NereusError as error:
                 found[slot] = error
-        return found
+            if failed(found[slot]):
+                self.end_meeting()
+        return {slot: found[slot] for slot in arguments}
 
     def lost(self) -> tuple[int, ...]:
         """The slots whose processes are dead."""
@@ -299,8 +305,19 @@ class SlotPool:
 
     def rejoin(self) -> None:
         """Forms the world of the slots that there are."""
-        address, port = ray.get(self._actors[0].meeting_place.remote())
-        self.call_all("join", len(self.numbers), address, port, self._timeout_seconds)
+        self.join(self.numbers)
+
+    def end_meeting(self) -> None:
+        """Whoever waits for a slot to build a group with waits no longer; the world can build no more."""
+        if self._meeting is not None:
+            self._meeting.close()
+
+    def join(self, slots: Sequence[int]) -> None:
+        """Forms a world of `slots`, whose numbers count from 0."""
+        self.end_meeting()
+        self._meeting = Meeting(ray.util.get_node_ip_address(), self._timeout_seconds)
+        place = len(slots), self._meeting.address, self._meeting.port, self._timeout_seconds
+        self.call("join", dict.fromkeys(slots, place))
 
     def _collect(self, method: str, refs: Mapping[int, Any], timeout_seconds: float) -> dict[int, Any]:
         owner = {ref: slot for slot, ref in refs.items()}
@@ -314,6 +331,7 @@ class SlotPool:
             try:
                 found[owner[done[0]]] = self._get(method, owner[done[0]], done[0])
             except NereusError as error:
+                self.end_meeting()
                 self._blame_the_dead(method, owner, waiting, error)
                 raise
         return found

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 
 import pytest
 import torch
@@ -11,14 +10,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from nereus.engines.world import ProcessWorld, census, destroy_groups
+from nereus.runtime.meeting import Meeting
 
 SIZE = 3
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 def member(rank: int, port: int) -> None:
@@ -67,7 +61,9 @@ def work_inside(world: ProcessWorld, part: dist.ProcessGroup | None, rank: int) 
 
 
 def test_parts_of_the_world_and_back() -> None:
-    mp.spawn(member, args=(free_port(),), nprocs=SIZE)
+    meeting = Meeting("127.0.0.1", 20)
+    mp.spawn(member, args=(meeting.port,), nprocs=SIZE)
+    meeting.close()
 
 
 def survivor(rank: int, port: int, finished: mp.SimpleQueue) -> None:
@@ -89,11 +85,40 @@ def survivor(rank: int, port: int, finished: mp.SimpleQueue) -> None:
 def test_close_after_a_peer_died() -> None:
     context = mp.get_context("spawn")
     finished = context.SimpleQueue()
-    port = free_port()
-    processes = [context.Process(target=survivor, args=(rank, port, finished)) for rank in range(2)]
+    meeting = Meeting("127.0.0.1", 20)
+    processes = [context.Process(target=survivor, args=(rank, meeting.port, finished)) for rank in range(2)]
     for process in processes:
         process.start()
     for process in processes:
         process.join(60)
     assert [process.exitcode for process in processes] == [0, 0]
     assert finished.get() == 0
+
+
+def waiter(rank: int, port: int, finished: mp.SimpleQueue) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    world = ProcessWorld(rank=rank, size=2, address="127.0.0.1", port=port, timeout_seconds=20)
+    if rank == 0:
+        finished.put("waits")
+        try:
+            dist.new_group([0, 1])
+        except RuntimeError as error:
+            finished.put(type(error).__name__)
+    world.close()
+    finished.put(rank)
+
+
+def test_the_end_of_the_meeting_ends_the_wait_for_a_peer() -> None:
+    context = mp.get_context("spawn")
+    finished = context.SimpleQueue()
+    meeting = Meeting("127.0.0.1", 20)
+    processes = [context.Process(target=waiter, args=(rank, meeting.port, finished)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    assert {finished.get(), finished.get()} == {"waits", 1}  # slot 1 has left: nobody comes
+    meeting.close()
+    assert finished.get() == "DistNetworkError"  # of the closed store, not DistStoreError, its timeout
+    assert finished.get() == 0
+    for process in processes:
+        process.join(20)
+        assert process.exitcode == 0

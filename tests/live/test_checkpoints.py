@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ray
 
 from nereus.cli.resume import resumed_run
 from nereus.config import CheckpointConfig, RunConfig, WarmupConfig
@@ -48,8 +47,7 @@ class SomeSlots:
         return getattr(self.pool, name)
 
     def join(self) -> None:
-        address, port = ray.get(self.pool._actors[0].meeting_place.remote())
-        self.call_all("join", len(self.numbers), address, port, 120.0)
+        self.pool.join(self.numbers)
 
 
 @contextmanager
