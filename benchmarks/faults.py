@@ -1,12 +1,13 @@
 """Slots that die or fail at each kind of operation of a change, in each mode: how every case ends.
 
-    make bench-faults            all cases (at most 20 minutes)
-    make bench-faults ARGS=8     the first eight
+    make bench-faults                  all cases
+    make bench-faults ARGS=snapshot    those whose line contains a word
 
-A case is a job of three steps whose actor changes after the first; a fault strikes a slot at its first task of a kind.
-Expected is written down before: the state version that stands, where the bytes come from, and that all steps are done.
-State that stands without a checkpoint must have the digests that its slots took before the change; state from a
-checkpoint has those of its manifest (`nereus.runtime.restore` compares them). Cases share slots as long as they live.
+A case is a job of four steps whose actor moves before the last, from slot 0 (DP1), or from slots 0 and 1 without a sharded
+optimizer (DP2), to one other slot; the fault strikes when a slot comes to its first task of a kind. A sender, the
+receiver or a bystander is killed, or the task fails, or a byte is flipped before the digests are compared. Written down
+before: the state version that stands, where the actor may come from, that all steps are done. In every case the state
+that the run goes on with has the digests that the same job without change and fault has after the same step.
 """
 
 from __future__ import annotations
@@ -23,136 +24,193 @@ from nereus.runtime.journal import read_journal
 from nereus.runtime.pool import SlotPool
 from tests.live.scene import S, changes, config, run_job
 
-SLOTS = 4
-BEFORE = ("quiesce", "allocate", "build_groups", "build_engine", "copy", "transfer", "verify")
+MODES = ("beside", "snapshot", "checkpoint")
+ROLES = ("sender", "receiver", "bystander")
+OF_SENDER = ("quiesce", "stage_out", "transfer", "release", "destroy_groups")
+"""Kinds that the sender comes to; the receiver comes to the others."""
+BEFORE = ("quiesce", "stage_out", "allocate", "build_groups", "build_engine", "transfer", "verify")
 AFTER = ("activate", "release", "destroy_groups")
+EARLY = ("allocate", "build_groups", "build_engine")
+"""Kinds that come at a boundary of the step before the change."""
+EMU = "actor.train"
+STEPS = 4
+Truth = dict[int, dict[str, str]]
+"""Digests of the state after each step."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """What strikes where. `replicated`: DP2 without sharded optimizer, so that other slots hold all; else DP1."""
+    """What strikes whom, where. `replicated`: the actor leaves two slots that hold all of it alike, else one."""
 
     fault: str
     kind: str
     mode: str
     replicated: bool
-    victim: int
+    role: str
 
     @property
     def name(self) -> str:
         """Its line in the table."""
-        layout = "DP2" if self.replicated else "DP1"
-        return f"{self.fault:4} {self.mode:10} {self.kind:14} {layout} slot {self.victim}"
+        return f"{self.fault:4} {self.mode:10} {self.kind:14} {'DP2' if self.replicated else 'DP1'} {self.role:9}"
 
     @property
-    def committed(self) -> bool:
-        """Whether the fault comes after the commit record."""
-        return self.kind in AFTER
+    def receiver(self) -> int:
+        """The slot that the actor goes to."""
+        return 2 if self.replicated else 1
 
     @property
-    def sources(self) -> set[str]:
-        """Where the actor's bytes may come from."""
-        if self.fault == "fail":
-            return {"slots", "snapshot"}
-        if self.replicated:
-            return {"slots", "snapshot"}
-        return {"snapshot", "checkpoint"} if not self.committed and self.mode != "beside" else {"checkpoint"}
+    def striker(self) -> int:
+        """The slot that comes to the task."""
+        return 0 if self.kind in OF_SENDER else self.receiver
+
+    @property
+    def victim(self) -> int:
+        """The slot that dies, or fails."""
+        return {"sender": 0, "receiver": self.receiver, "bystander": self.receiver + 1}[self.role]
+
+    @property
+    def slots(self) -> int:
+        """How many slots the job needs."""
+        return self.receiver + 2
 
 
 def cases() -> list[Case]:
-    """Every kind: a failure that all slots live through, then kills of each role in each mode and from both layouts."""
+    """Every kind: failures that all slots live through, a flipped byte, and each role killed in each mode."""
     found = [
-        Case(fault="fail", kind=kind, mode=mode, replicated=False, victim=1)
-        for mode in ("beside", "snapshot")
-        for kind in (*BEFORE, *(("stage_out",) if mode == "snapshot" else ()), *AFTER)
+        Case(fault="fail", kind=kind, mode="beside", replicated=bool(n % 2), role=_own_role(kind))
+        for n, kind in enumerate((*BEFORE, *AFTER))
+        if kind != "stage_out"
     ]
-    for mode in ("beside", "snapshot", "checkpoint"):
-        kinds = (*BEFORE, *(("stage_out",) if mode != "beside" else ()), *AFTER)
-        for number, kind in enumerate(kinds):
-            found.append(Case(fault="kill", kind=kind, mode=mode, replicated=number % 2 == 0, victim=number % 3))
-    return found
+    found.append(Case(fault="fail", kind="stage_out", mode="snapshot", replicated=False, role="sender"))
+    found += [Case(fault="flip", kind="verify", mode=mode, replicated=False, role="receiver") for mode in MODES]
+    for m, mode in enumerate(MODES):
+        kinds = [kind for kind in (*BEFORE, *AFTER) if kind != "stage_out" or mode != "beside"]
+        found += [
+            Case(fault="kill", kind=kind, mode=mode, replicated=(k + r + m) % 2 == 0, role=role)
+            for k, kind in enumerate(kinds)
+            for r, role in enumerate(ROLES)
+            if mode != "checkpoint" or r == k % 3  # there only the folder is another than in mode snapshot
+        ]
+    return sorted(found, key=lambda case: (case.fault == "kill", case.mode if case.fault == "kill" else ""))
+
+
+def _own_role(kind: str) -> str:
+    return "sender" if kind in OF_SENDER else "receiver"
 
 
 def job(case: Case, slots: int) -> Config:
-    """The job of a case: the actor goes from a pipeline to replicas, or from replicas to a pipeline, on all slots."""
-    if case.replicated:
-        actor, to = S(dp=slots, distributed_optimizer=False), S(tp=1, pp=slots)
-    else:
-        actor, to = S(pp=slots), S(dp=slots)
-    whole = S(dp=slots, distributed_optimizer=False)
-    plan = PlanConfig(actor_train=actor, actor_generate=S(dp=slots), critic_train=whole, reference_infer=S(dp=slots))
+    """The job of a case: critic and reference are on all slots, whole on each."""
+    actor = S(dp=2, slots=(0, 1), distributed_optimizer=False) if case.replicated else S(slots=(0,))
+    everywhere = S(dp=slots)
+    plan = PlanConfig(
+        actor_train=actor,
+        actor_generate=everywhere,
+        critic_train=replace(everywhere, distributed_optimizer=False),
+        reference_infer=everywhere,
+    )
     return config(
-        run=RunConfig(name="fault", seed=7, steps=3),
-        model=ModelConfig(init_std=0.08, layers=12, hidden=64, head_dim=32, heads=2, kv_heads=2, ffn=128),
+        run=RunConfig(name="fault", seed=7, steps=STEPS),
+        model=ModelConfig(init_std=0.08, layers=2, hidden=64, head_dim=32, heads=2, kv_heads=2, ffn=128),
         warmup=WarmupConfig(steps=1, samples=8),
         fleet=FleetConfig(slots=slots),
         plan=plan,
-        changes=changes((2, {"actor_train": to})),
+        changes=changes((STEPS, {"actor_train": S(slots=(case.receiver,))})),
         checkpoint=CheckpointConfig(every_steps=1),
     )
 
 
-def judged(case: Case, events: list[dict[str, Any]], slots: int) -> str:
+def judged(case: Case, events: list[dict[str, Any]], slots: int, truth: Truth) -> str:
     """What is wrong with how a case ended; nothing when it ended as it must."""
+    done = {e["step"] for e in events if e["kind"] == "step_done"}
+    if done != set(range(1, STEPS + 1)) or events[-1].get("reason") != "done":
+        return f"steps {sorted(done)}, end {events[-1].get('reason')}"
     lost = [e for e in events if e["kind"] == "slots_lost"]
-    recovered = [e for e in events if e["kind"] == "recovered"]
-    if len(lost) != 1 or len(recovered) != 1:
-        return f"{len(lost)} losses and {len(recovered)} recoveries, expected one of each"
-    (hit,), (back,) = lost, recovered
-    expected = [] if case.fault == "fail" else [case.victim]
-    if hit["lost"] != expected:
-        return f"lost {hit['lost']}, expected {expected}"
-    if back["state_version"] != int(case.committed):
-        return f"version {back['state_version']} stands"
-    source = back["sources"]["actor.train"]
-    if source not in case.sources:
-        return f"the actor came from {source}, expected {sorted(case.sources)}"
-    known = {key: value for key, value in hit["digests"].items() if back["digests"].get(key) not in (value, None)}
-    if source != "checkpoint" and known and case.fault == "fail":
-        return f"digests changed: {sorted(known)}"
-    if back["slots"] != slots - len(expected):
-        return f"{back['slots']} slots go on"
-    done = sorted({e["step"] for e in events if e["kind"] == "step_done"})
-    if done != [1, 2, 3] or events[-1].get("reason") != "done":
-        return f"steps {done}, end {events[-1].get('reason')}"
-    return ""
+    back = [e for e in events if e["kind"] == "recovered"]
+    if case.fault == "flip" and case.mode == "beside":
+        undone = any(e["kind"] == "transition_failed" and "after the movement" in str(e["reason"]) for e in events)
+        return "" if undone and not lost else "the flipped byte was not found"
+    if len(lost) != 1 or len(back) != 1:
+        return f"{len(lost)} losses and {len(back)} recoveries, expected one of each"
+    committed = any(e["kind"] == "commit" for e in events[: events.index(lost[0])])
+    return _who_is_left(case, lost[0], back[0], slots) or _what_stands(case, back[0], truth, committed=committed)
 
 
-def run_case(case: Case, pool: SlotPool, folder: Path) -> str:
+def _who_is_left(case: Case, lost: dict[str, Any], back: dict[str, Any], slots: int) -> str:
+    gone = [case.victim] if case.fault == "kill" else []
+    if lost["lost"] != gone:
+        return f"lost {lost['lost']}, expected {gone}"
+    return "" if back["slots"] == slots - len(gone) else f"{back['slots']} slots go on"
+
+
+def _what_stands(case: Case, back: dict[str, Any], truth: Truth, *, committed: bool) -> str:
+    if case.role != "bystander" and committed != (case.kind in AFTER):
+        return f"committed: {committed}"
+    if back["state_version"] != int(committed):
+        return f"version {back['state_version']} stands, committed: {committed}"
+    source, expected = back["sources"][EMU], sources(case, committed=committed)
+    if source not in expected:
+        return f"the actor came from {source}, expected {' or '.join(sorted(expected))}"
+    after = truth[back["next_step"] - 1]
+    wrong = {key for key, digest in after.items() if back["digests"].get(key) != digest}
+    return f"digests changed: {', '.join(sorted(wrong))}" if wrong else ""
+
+
+def sources(case: Case, *, committed: bool) -> set[str]:
+    """Where the actor's bytes may come from: a checkpoint where the dead slot alone held them, or in the midst of a step."""
+    kill = case.fault == "kill"
+    if kill and case.victim == case.receiver and committed:
+        return {"checkpoint"}
+    anywhere = {"slots", "snapshot", "checkpoint"}
+    if kill and case.victim == 0 and not case.replicated and not committed:
+        staged = case.mode != "beside" and case.kind not in ("quiesce", "stage_out")
+        return {"snapshot", "checkpoint"} if staged else {"checkpoint"}
+    return anywhere if kill and case.kind in EARLY else {"slots", "snapshot"}
+
+
+def truth_of(case: Case, pool: SlotPool, folder: Path) -> Truth:
+    """The state after each step of the case's job without its change."""
+    undisturbed = replace(
+        job(case, len(pool.numbers)), changes=(), checkpoint=CheckpointConfig(every_steps=1, keep_count=9)
+    )
+    events: list[dict[str, Any]] = list(read_journal(run_job(pool, undisturbed, folder).folder.events))
+    return {e["step"]: e["digests"] for e in events if e["kind"] == "checkpoint_saved"}
+
+
+def run_case(case: Case, pool: SlotPool, folder: Path, truth: Truth) -> str:
     """Carries a case out; what is wrong, "" for nothing."""
     slots = len(pool.numbers)
-    fault = (case.fault, case.kind, "" if case.kind == "transfer" else "actor.train")
-    modes: dict[str, Any] = {"actor.train": case.mode}
-    world = run_job(pool, job(case, slots), folder, faults={case.victim % slots: fault}, modes=modes)
-    return judged(replace(case, victim=case.victim % slots), list(read_journal(world.folder.events)), slots)
+    kill = f"kill {pool.pids[case.victim]}"
+    fault = kill if case.fault == "kill" else case.fault, case.kind, "" if case.kind == "transfer" else EMU
+    modes: dict[str, Any] = {EMU: case.mode}
+    world = run_job(pool, job(case, slots), folder, faults={case.striker: fault}, modes=modes)
+    return judged(case, list(read_journal(world.folder.events)), slots, truth)
 
 
 def main(arguments: list[str]) -> int:
     """Prints a line a case and the count; 1 when a case ended otherwise than it must."""
-    wanted = cases()[: int(arguments[0]) if arguments else None]
+    wanted = [case for case in cases() if all(word in case.name for word in arguments)]
     started, wrong = time.monotonic(), 0
-    pool: SlotPool | None = None
+    truths: dict[tuple[bool, int], Truth] = {}
     with tempfile.TemporaryDirectory(prefix="nereus-faults-") as name:
+        pool = new_pool(Path(name))
         try:
             for number, case in enumerate(wanted):
-                if pool is None or len(pool.numbers) < 2:
-                    if pool is not None:
-                        pool.close()
-                    pool = new_pool(Path(name))
+                pool = ready_pool(pool, case, Path(name))
                 begun, slots = time.monotonic(), len(pool.numbers)
+                key = case.replicated, slots
                 try:
-                    said = run_case(case, pool, Path(name) / str(number))
+                    if key not in truths:
+                        truths[key] = truth_of(case, pool, Path(name) / f"truth-{number}")
+                    said = run_case(case, pool, Path(name) / str(number), truths[key])
                 except Exception as error:  # noqa: BLE001  # the table shows every case
-                    said = f"{type(error).__name__}: {str(error)[:300]}"
+                    said = f"{type(error).__name__}: {str(error)[-700:]}"
                     pool.close()
-                    pool = None
+                    pool = new_pool(Path(name))
                 wrong += bool(said)
-                print(
-                    f"{case.name}  on {slots}: {said or 'as expected'}  ({time.monotonic() - begun:.0f} s)", flush=True
-                )
+                seconds = time.monotonic() - begun
+                print(f"{case.name}  of {slots}: {said or 'as expected'}  ({seconds:.0f} s)", flush=True)
         finally:
-            if pool is not None:
-                pool.close()
+            pool.close()
     minutes = (time.monotonic() - started) / 60
     print(f"{len(wanted)} cases, {wrong} ended otherwise than they must, {minutes:.1f} minutes")
     return int(wrong > 0)
@@ -162,7 +220,15 @@ def new_pool(folder: Path) -> SlotPool:
     """Fresh slots."""
     logs = folder / "logs"
     logs.mkdir(exist_ok=True)
-    return SlotPool(SLOTS, logs, start_timeout_seconds=300, phase_timeout_seconds=60, note=lambda _: None)
+    return SlotPool(4, logs, start_timeout_seconds=300, phase_timeout_seconds=60, note=lambda _: None)
+
+
+def ready_pool(pool: SlotPool, case: Case, folder: Path) -> SlotPool:
+    """The pool where it has the slots that the case needs, else fresh ones."""
+    if len(pool.numbers) >= case.slots:
+        return pool
+    pool.close()
+    return new_pool(folder)
 
 
 if __name__ == "__main__":

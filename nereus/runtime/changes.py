@@ -155,7 +155,11 @@ class Transaction:
         for stretch in self.planned.stretches:
             if stretch.when != "early":
                 self._run(stretch, pause)
-        self._end()
+        try:
+            self._end()
+        except NereusError as error:  # the commit is behind: the new version stands whatever happens
+            lost = error.lost if isinstance(error, SlotFailed) else ()
+            raise ChangeBroken(str(error), committed=True, lost=lost) from error
         pause["wait"] = max(time.monotonic() - started - sum(pause.values()), 0.0)
 
     def _end(self) -> None:

@@ -27,8 +27,8 @@ def _strike(slot: Any, fault: str, kind: str, emu: str, task: Task) -> None:
     if task.kind != kind or emu not in ("", task.emu):
         return
     slot.on_task = None
-    if fault == "kill":
-        os.kill(os.getpid(), signal.SIGKILL)
+    if fault.startswith("kill"):  # this process, or the one of a number
+        os.kill(int(fault.split()[1]) if " " in fault else os.getpid(), signal.SIGKILL)
     elif fault == "fail":
         raise TransferFailed(f"slot {slot.number}: a fault planted by a test")
     elif fault == "flip":
