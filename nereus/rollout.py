@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from nereus.model import seed_of
@@ -34,7 +34,8 @@ def samples_of_step(step: int, first_prompt: int, prompts: int, samples: int) ->
 class Request:
     """A prompt to be continued; `seed` (0 <= seed < 2**63) alone decides the sampling of the request.
 
-    Generation ends with `stop_token` or after `max_response_tokens`. A temperature of 0 is greedy; at most 2.
+    Generation ends with `stop_token` or after `max_response_tokens`. A temperature of 0 is greedy; at most 2. A request
+    that another engine has begun goes on after its tokens `so_far_tokens`, whose log-probabilities are `so_far_logprobs`.
     """
 
     request_id: str
@@ -43,6 +44,16 @@ class Request:
     temperature: float
     max_response_tokens: int
     stop_token: int
+    so_far_tokens: tuple[int, ...] = ()
+    so_far_logprobs: tuple[float, ...] = ()
+
+    def after(self, begun: Completion) -> Request:
+        """The rest of this request, of which `begun` has been sampled.
+
+        Its seed is another hash of the same seed: the same one would draw the same random numbers once more.
+        """
+        seed = seed_of("continued", self.seed, len(begun.tokens))
+        return replace(self, seed=seed, so_far_tokens=begun.tokens, so_far_logprobs=begun.logprobs)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,10 +61,11 @@ class Completion:
     """A request's sampled tokens (the stop token included) and the log-probability of each, natural logarithm.
 
     Log-probabilities are vLLM's `raw_logprobs`: of the model's own distribution, at temperature 1, whatever the
-    request's temperature was. At temperature 1 that is the distribution that was sampled from.
+    request's temperature was. At temperature 1 that is the distribution that was sampled from. One that is still
+    "running" has its tokens so far.
     """
 
     request_id: str
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
-    finished: Literal["stop", "length"]
+    finished: Literal["stop", "length", "running"]

@@ -49,6 +49,15 @@ class HostMemory:
         """Where stages wait between their phases."""
         return self.folder / "offloaded"
 
+    @property
+    def progress(self) -> Path:
+        """Where slots tell how far requests have come."""
+        return self.folder / "progress"
+
+    def drop_progress(self) -> None:
+        """Removes what this host's slots have told."""
+        shutil.rmtree(self.progress, ignore_errors=True)
+
     def drop_snapshots(self) -> None:
         """Removes this host's snapshots; what is offloaded stays."""
         if self._folder is not None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from nereus.config import ModelConfig
-from nereus.errors import JournalError, SlotFailed
+from nereus.errors import JournalError, NereusError, SlotFailed
 from nereus.layout import StagePlan, batch_shares
 from nereus.rl.advantages import AdvantageSettings, estimate, token_rewards
 from nereus.rl.batch import Batch, build, split
@@ -25,11 +25,14 @@ from nereus.rollout import Completion, Request, samples_of_step
 from nereus.runtime.job import Job, MoveReport, report
 from nereus.runtime.messages import PhaseResult
 from nereus.runtime.objective import Objective
+from nereus.runtime.progress import completions
 from nereus.runtime.rollouts import Rollouts, load, save
 from nereus.storage import emu_name
 from nereus.workload import StepBatch, step_batch
 
 WIDTH_MULTIPLE_TOKENS = 8
+RESUMED = "rollout/requests_resumed", "rollout/tokens_kept"
+"""Of a step whose generation a loss cut short."""
 
 
 @dataclass(kw_only=True)
@@ -62,6 +65,8 @@ class Phases:
     recorded: Path | None = None
 
     def __post_init__(self) -> None:
+        self.resumed = 0, 0  # requests that the last sampling found begun, and their tokens
+        self._kept: dict[str, Completion] = {}
         self.updating = False  # between the first update of a step and its end: the state is of no step
         a = self.job.config.algorithm
         self.policy = PolicySettings(
@@ -128,6 +133,8 @@ class Phases:
                 record.sync = self.sync()
             with record.timed("gen"):
                 done = self.generate(record.step)
+            if self.resumed[0]:
+                record.metrics |= dict(zip(RESUMED, map(float, self.resumed), strict=True))
             with record.timed("reward"):
                 rollouts = self._scored(record.step, done)
         save(rollouts, self.folder)
@@ -171,20 +178,45 @@ class Phases:
         return self.sample(requests)
 
     def sample(self, requests: Sequence[Request]) -> list[Completion]:
-        """Completions of any requests, shared over the engines of the present plan."""
+        """Completions of any requests: those that a loss cut short go on where they were."""
+        begun = self._begun()
+        known = [begun[r.request_id] for r in requests if r.request_id in begun]
+        left = [r.after(begun[r.request_id]) if r.request_id in begun else r for r in requests]
+        finished = {c.request_id: c for c in known if c.finished != "running"}
+        done = self._sampled([r for r in left if r.request_id not in finished])
+        self._kept = {}
+        self.job.host.drop_progress()
+        self.resumed = len(known), sum(len(c.tokens) for c in known)
+        found = {**finished, **{c.request_id: c for c in done}}
+        if set(found) != {r.request_id for r in requests}:
+            raise SlotFailed("the engines returned other requests than they were given")
+        return [found[r.request_id] for r in requests]
+
+    def _sampled(self, requests: Sequence[Request]) -> list[Completion]:
+        """The requests shared over the engines of the present plan."""
         stage = self.job.plan.actor_generate
         shares = batch_shares(stage, len(requests))
         given: dict[int, tuple[object, ...]] = {}
-        start = 0
+        folder, start = str(self.job.host.progress), 0
         for replica, share in enumerate(shares):
             for slot in stage.replica_slots(replica):
-                given[slot] = (list(requests[start : start + share]),)
+                given[slot] = (list(requests[start : start + share]), folder, self._policy_steps)
             start += share
-        results = self.job.pool.call("generate", given)
-        done = [c for replica in range(stage.layout.dp) for c in results[stage.output_slot(replica)]]
-        if [c.request_id for c in done] != [r.request_id for r in requests]:
-            raise SlotFailed("the engines returned other requests than they were given")
+        answers = self.job.pool.gather("generate", given)
+        outputs = [answers[stage.output_slot(replica)] for replica in range(stage.layout.dp)]
+        done = [c for answer in outputs if not isinstance(answer, NereusError) for c in answer]
+        self._kept |= {c.request_id: c for c in done}
+        if failures := [answer for answer in answers.values() if isinstance(answer, NereusError)]:
+            raise max(failures, key=lambda error: isinstance(error, SlotFailed) and len(error.lost))
         return done
+
+    def _begun(self) -> dict[str, Completion]:
+        """What is known of requests that a loss cut short: of engines that live, and what the dead ones left."""
+        return {**completions(self.job.host.progress, self._policy_steps), **self._kept}
+
+    @property
+    def _policy_steps(self) -> int:
+        return self.job.optimizer_steps.get(emu_name(self.job.plan.actor_train), 0)
 
     def _scored(self, step: int, done: Sequence[Completion]) -> Rollouts:
         samples = self._samples(step)

@@ -34,6 +34,7 @@ from nereus.runtime.job import IDLE_GROUPS, GroupKey
 from nereus.runtime.ledger import ActivationMeter, Ledger, resident_bytes, settle
 from nereus.runtime.messages import PhaseResult, SlotMemory
 from nereus.runtime.objective import Objective
+from nereus.runtime.progress import Progress
 from nereus.runtime.shards import Reader, SaveStarted, SaveState, Writing, fill
 from nereus.runtime.slot_save import SNAPSHOT, save
 from nereus.runtime.slot_sync import run_sync
@@ -456,12 +457,18 @@ class Slot:
         """
         return run_sync(self, self._sync, self._sources((emu,), ""), poison=poison)
 
-    def generate(self, requests: list[Request]) -> list[Completion]:
-        """Collective over the slots of one engine, which are given the same requests; others return nothing."""
+    def generate(self, requests: list[Request], kept_in: str, optimizer_steps: int) -> list[Completion]:
+        """Collective over the slots of one engine, which are given the same requests; others return nothing.
+
+        How far they come is told in the folder `kept_in`, as sampled from the policy after so many optimizer steps.
+        """
         if self.generation is None:
             return []
+        progress = Progress(Path(kept_in), self.number, optimizer_steps)
         with self.ledger.first_use("actor.generate", "gen"), self.ledger.in_phase("gen"):
-            return self.generation.generate(requests)
+            done = self.generation.generate(requests, progress.tell)
+        progress.end()
+        return done
 
     # -- facts ---------------------------------------------------------------------------------------------------
 

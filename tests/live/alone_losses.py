@@ -22,9 +22,10 @@ from nereus.config import (
 from nereus.runtime.journal import read_journal
 from nereus.runtime.pool import SlotPool
 from nereus.runtime.real import RealWorld
+from tests.live.faults import TOKENS
 from tests.live.scene import S, changes, config, run_job
 
-SLOTS = 4
+SLOTS = 5
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +68,23 @@ def facts(world: RealWorld) -> tuple[Any, Any, list[int]]:
     assert events[-1]["kind"] == "run_stopped"
     assert events[-1]["reason"] == "done"
     return lost, recovered, [e["step"] for e in events if e["kind"] == "step_done"]
+
+
+def test_requests_of_a_dead_engine_go_on_where_they_were(mortal: SlotPool, tmp_path: Path) -> None:
+    """kill -9 of an engine of generation: what it had sampled is kept, what others finished is not done again."""
+    made = job(5, actor=whole(dp=5), to=whole(pp=2, dp=2), others=5)
+    world = run_job(mortal, replace(made, changes=()), tmp_path, faults={4: ("kill", "generate", "")})
+    lost, recovered, steps = facts(world)
+    assert (lost["lost"], lost["whole"], steps) == ([4], True, [1, 2])
+    assert set(recovered["sources"].values()) == {"slots"}, "no step was half done"
+    first, second = (record.metrics for record in world.records)
+    assert first["rollout/requests_resumed"] == 16, "13 that others finished, 3 that had begun"
+    assert first["rollout/tokens_kept"] >= 13 + 3 * TOKENS
+    assert "rollout/requests_resumed" not in second
+    assert first["rollout_corr/logp_diff_max"] < 1e-4, (
+        "log-probabilities of tokens from two engines are those of one policy"
+    )
+    assert len(mortal.numbers) == 4
 
 
 def test_before_the_commit_the_old_version_stands(mortal: SlotPool, tmp_path: Path) -> None:

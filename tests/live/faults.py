@@ -4,23 +4,44 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
 
 from nereus.errors import TransferFailed
+from nereus.runtime import progress
 from nereus.transitions.programs import Task
+
+TOKENS = 5
 
 
 def plant(slot: Any, fault: str, kind: str, emu: str) -> None:
-    """The fault at the first task of `kind` (of `emu`, where one is named). For `SlotPool.call("apply", ...)`."""
+    """The fault at the first task of `kind` (of `emu`, where one is named). For `SlotPool.call("apply", ...)`.
+
+    A kill in kind "generate" comes after a few tokens, all of which the slot has told.
+    """
+    if kind == "generate":
+        progress.INTERVAL_SECONDS, progress.LARGEST_SHARE = 0.0, float("inf")
+        slot.generate = partial(_last_generation, slot, slot.generate)
     slot.on_task = partial(_strike, slot, fault, kind, emu)
 
 
 def heal(slot: Any) -> None:
     """No fault any more."""
     slot.on_task = None
+
+
+def _last_generation(slot: Any, generate: Callable[..., Any], *arguments: object) -> Any:
+    slot.generation._engine.step = partial(_last_steps, slot.generation._engine.step, iter(range(TOKENS)))
+    return generate(*arguments)
+
+
+def _last_steps(step: Callable[[], Any], left: Iterator[int]) -> Any:
+    if next(left, None) is None:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return step()
 
 
 def _strike(slot: Any, fault: str, kind: str, emu: str, task: Task) -> None:

@@ -11,10 +11,11 @@ import gc
 import os
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from math import prod
 from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -146,11 +147,14 @@ class GenerationEngine:
         if not self._running.reset_prefix_cache():
             raise RuntimeError("vLLM kept its prefix cache: requests are unfinished")
 
-    def generate(self, requests: list[Request]) -> list[Completion]:
+    def generate(
+        self, requests: list[Request], told: Callable[[Callable[[], list[Completion]]], None] = lambda _: None
+    ) -> list[Completion]:
         """Completions in the order of the requests; collective over the slots of the engine.
 
         Every slot of an engine passes the same list in the same order and gets the same result; engines are
-        independent. An empty list is allowed. ValueError, before anything is generated, for an empty prompt and for one
+        independent. An empty list is allowed. After each step of the engine `told` is given a function that says how far
+        the requests have come. ValueError, before anything is generated, for an empty prompt and for one
         that does not fit `max_model_tokens` with its response.
         """
         engine = self._running
@@ -164,13 +168,24 @@ class GenerationEngine:
         finished: dict[str, RequestOutput] = {}
         with self._world.inside(self._group), _random_states_kept():
             for index, request in enumerate(requests):
-                prompt = {"prompt_token_ids": list(request.prompt_tokens)}
+                prompt = {"prompt_token_ids": [*request.prompt_tokens, *request.so_far_tokens]}
                 engine.add_request(str(index), prompt, _sampling(request))  # pyright: ignore[reportArgumentType]
             while engine.has_unfinished_requests():
                 for output in engine.step():
                     if isinstance(output, RequestOutput) and output.finished:
                         finished[output.request_id] = output
+                told(lambda: self._so_far(requests, finished))
         return [_completion(request, finished[str(index)]) for index, request in enumerate(requests)]
+
+    def _so_far(self, requests: list[Request], finished: Mapping[str, RequestOutput]) -> list[Completion]:
+        """What has been sampled of each request that has begun."""
+        found = [_completion(requests[int(index)], output) for index, output in finished.items()]
+        for state in self._running.output_processor.request_states.values():  # vLLM's own record: private
+            if state.detokenizer is not None and state.logprobs_processor is not None:
+                request = requests[int(state.external_req_id)]
+                sampled = state.detokenizer.output_token_ids, state.logprobs_processor.logprobs
+                found.append(_joined(request, *sampled, "running"))
+        return found
 
     def resident_bytes(self) -> dict[str, int]:
         """Bytes that this slot's part holds: {"weights": ..., "kv_cache": ...}.
@@ -291,7 +306,7 @@ def _sampling(request: Request) -> SamplingParams:
     return SamplingParams(
         temperature=request.temperature,
         seed=request.seed,
-        max_tokens=request.max_response_tokens,
+        max_tokens=request.max_response_tokens - len(request.so_far_tokens),
         stop_token_ids=[request.stop_token],
         ignore_eos=True,
         logprobs=0,
@@ -303,13 +318,22 @@ def _sampling(request: Request) -> SamplingParams:
 def _completion(request: Request, output: RequestOutput) -> Completion:
     """The record of a finished request; RuntimeError for an end that is neither the stop token nor the length."""
     (sample,) = output.outputs
-    tokens = tuple(sample.token_ids)
-    logprobs = [step for step in sample.logprobs or () if step is not None]
-    if sample.finish_reason not in ("stop", "length") or len(logprobs) != len(tokens):
+    if sample.finish_reason not in ("stop", "length"):
         raise RuntimeError(f"request {request.request_id}: vLLM ended it with {sample.finish_reason!r}")
+    return _joined(request, sample.token_ids, sample.logprobs, sample.finish_reason)
+
+
+def _joined(
+    request: Request, sampled: Sequence[int], steps: Any, finished: Literal["stop", "length", "running"]
+) -> Completion:
+    """What was sampled before and now; RuntimeError where log-probabilities are missing."""
+    tokens = tuple(sampled)
+    listed = [step for step in steps or () if step is not None]
+    if len(listed) != len(tokens):
+        raise RuntimeError(f"request {request.request_id}: {len(listed)} log-probabilities of {len(tokens)} tokens")
     return Completion(
         request_id=request.request_id,
-        tokens=tokens,
-        logprobs=tuple(step[token].logprob for step, token in zip(logprobs, tokens, strict=True)),
-        finished=sample.finish_reason,
+        tokens=(*request.so_far_tokens, *tokens),
+        logprobs=(*request.so_far_logprobs, *(s[t].logprob for s, t in zip(listed, tokens, strict=True))),
+        finished=finished,
     )
