@@ -26,8 +26,9 @@ bench-admission: setup  ## admission against the best in hindsight on synthetic 
 bench-checkpoints: setup  ## runs that are killed in the middle of a save or stopped, then resumed: minutes
 	@NEREUS_BENCH_CHECKPOINTS=1 OMP_NUM_THREADS=1 .venv/bin/python -m pytest tests/live/test_checkpoint_endings.py -s $(ARGS)
 
-bench-faults: setup  ## slots that die or fail at each kind of operation of a change, in each mode: up to 20 minutes; ARGS: [cases]
-	@OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.faults $(ARGS)
+bench-faults: setup  ## slots that die or fail at each kind of operation of a change, in each mode, and whole jobs that do: up to 20 minutes; ARGS: words of the cases
+	@OMP_NUM_THREADS=1 .venv/bin/python -W ignore -m benchmarks.faults $(ARGS)
+	@[ -n "$(ARGS)" ] || NEREUS_BENCH_CHECKPOINTS=1 OMP_NUM_THREADS=1 .venv/bin/python -W ignore -m pytest -q -s tests/live/test_checkpoint_endings.py -k change
 
 bench-planner: setup  ## seconds, memory and gaps of the transfer planner, beside Megatron-core's; ARGS: changes gaps peer
 	@OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.planner $(ARGS)

@@ -1,4 +1,5 @@
-"""Runs that are stopped, or lose a slot in the middle of a save, and go on with `nereus resume`: minutes of processes.
+"""Runs that are stopped, lose a slot in the middle of a save, or die whole in the middle of a change, and go on with
+`nereus resume`: minutes of processes.
 
 `make bench-checkpoints` carries them out; `make test` does not.
 """
@@ -19,11 +20,11 @@ import psutil
 import pytest
 
 from nereus.cli.load import dump_config
-from nereus.config import CheckpointConfig, FleetConfig, ModelConfig, PlanConfig, RunConfig, WarmupConfig
+from nereus.config import CheckpointConfig, Config, FleetConfig, ModelConfig, PlanConfig, RunConfig, WarmupConfig
 from nereus.runtime.checkpoints import newest_good
 from nereus.runtime.journal import read_journal
 from nereus.runtime.metrics import read_metrics
-from tests.live.scene import S, config
+from tests.live.scene import S, changes, config
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("NEREUS_BENCH_CHECKPOINTS", "0") in ("", "0"), reason="minutes of processes: make bench-checkpoints"
@@ -48,10 +49,16 @@ def nereus(folder: Path, *words: str) -> tuple[subprocess.Popen[bytes], Path]:
         return subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True), output
 
 
-def trained(folder: Path, ready: Callable[[Path], bool], strike: Callable[[subprocess.Popen[bytes]], None]) -> str:
+def trained(
+    folder: Path,
+    ready: Callable[[Path], bool],
+    strike: Callable[[subprocess.Popen[bytes]], None],
+    job: Config = JOB,
+    *words: str,
+) -> str:
     """A run that is struck as soon as it is ready; its output after it has ended."""
-    (folder / "job.yaml").write_text(dump_config(JOB))
-    process, output = nereus(folder, "train", str(folder / "job.yaml"), f"run.folder={folder}")
+    (folder / "job.yaml").write_text(dump_config(job))
+    process, output = nereus(folder, "train", str(folder / "job.yaml"), f"run.folder={folder}", *words)
     deadline = time.monotonic() + WAIT_SECONDS
     while not ready(folder / "ending"):
         assert process.poll() is None, output.read_text()
@@ -79,6 +86,14 @@ def slots(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
 
 def kill_a_slot(process: subprocess.Popen[bytes]) -> None:
     slots(process)[1].kill()
+
+
+def kill_all(process: subprocess.Popen[bytes]) -> None:
+    """kill -9 of the driver, of Ray and of every slot at once."""
+    family = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
+    for member in family:
+        member.kill()
+    psutil.wait_procs(family, WAIT_SECONDS)
 
 
 def half_saved(run: Path) -> bool:
@@ -123,3 +138,41 @@ def test_a_stopped_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
     assert f"step {done[-1] + 1} of 14 is next" in text
     steps = [e["step"] for e in events(tmp_path) if e["kind"] == "step_done"]
     assert steps == list(range(1, 15)), "no step is lost and none is done twice"
+
+
+CHANGING = replace(
+    JOB,
+    run=RunConfig(name="ending", seed=1, steps=5),
+    changes=changes((4, {"actor_train": S(tp=2), "critic_train": S(pp=2)})),
+    checkpoint=CheckpointConfig(every_steps=1, keep_count=9),
+)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with a change that nothing strikes."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    (folder / "job.yaml").write_text(dump_config(CHANGING))
+    process, output = nereus(folder, "train", str(folder / "job.yaml"), f"run.folder={folder}")
+    assert process.wait(WAIT_SECONDS) == 0, output.read_text()
+    return folder / "ending"
+
+
+@pytest.mark.parametrize("last_word", ["transition_started", "step_done 3", "commit"])
+def test_a_job_killed_in_the_middle_of_a_change_trains_the_same_steps_again(
+    last_word: str, undisturbed: Path, tmp_path: Path
+) -> None:
+    """Nothing is left but the disk: the state at the end is that of the run that nothing struck, bit by bit."""
+    kind, _, step = last_word.partition(" ")
+
+    def ready(run: Path) -> bool:
+        if not (run / "events.jsonl").exists():
+            return False
+        return any(e["kind"] == kind and str(e.get("step", "")).endswith(step) for e in events(run.parent))
+
+    trained(tmp_path, ready, kill_all, CHANGING, "--rollouts", str(undisturbed))
+    text = resumed(tmp_path, "--rollouts", str(undisturbed))
+    print(last_word, "->", next(line for line in text.splitlines() if "resuming" in line))
+    assert {e["step"] for e in events(tmp_path) if e["kind"] == "step_done"} == {1, 2, 3, 4, 5}
+    found, expected = (newest_good(run / "checkpoints").manifest for run in (tmp_path / "ending", undisturbed))
+    assert (found.step, found.digests) == (expected.step, expected.digests)
