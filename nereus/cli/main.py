@@ -28,6 +28,7 @@ from nereus.cli.plan import add_plan, plan
 from nereus.cli.replay import add_replay, replay
 from nereus.cli.resume import add_resume, resumed_run
 from nereus.cli.simulate import add_simulate, simulate
+from nereus.cli.status import add_status, status
 from nereus.cli.submit import add_submit, submit
 from nereus.cli.trace import add_trace, trace
 from nereus.cli.transition import add_transition, transition
@@ -238,6 +239,7 @@ COMMANDS = {
     "export": Command(help="write a checkpoint's model for others", add=add_export, run=export),
     "import": Command(help="make a checkpoint of a foreign one", add=add_import, run=import_folder),
     "report": Command(help="print the summary of a run", add=_add_report, run=_report),
+    "status": Command(help="say how a run stands", add=add_status, run=status),
     "explain": Command(help="say why a run's plan is what it is", add=add_explain, run=explain),
     "replay": Command(help="make a run's decisions again and compare", add=add_replay, run=replay),
     "compare": Command(help="show runs side by side", add=add_compare, run=compare),
