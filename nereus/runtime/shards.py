@@ -147,8 +147,14 @@ def _pieces(head: bytes, data: Iterable[Bytes]) -> Iterator[memoryview]:
 
 
 def bytes_of(tensor: Tensor) -> Bytes:
-    """The bytes of a tensor in host memory, row-major, whatever its type; not a copy where it is contiguous there."""
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    """The bytes of a tensor in host memory, row-major, whatever its type; not a copy where it is contiguous there.
+
+    From a GPU they come through pinned memory, which torch keeps for the next piece.
+    """
+    data = tensor.detach().contiguous().reshape(-1)
+    if data.device.type != "cpu":
+        data = torch.empty_like(data, device="cpu", pin_memory=True).copy_(data)
+    return data.view(torch.uint8).numpy()
 
 
 class Writing:
