@@ -31,19 +31,24 @@ def prepare() -> None:
 def box_digest(data: Tensor, box: Box, full_shape: tuple[int, ...]) -> int:
     """Digest of `data`, the elements of `box` of a tensor of `full_shape` (one or two axes); 0 <= digest < 2^64.
 
-    On a CPU `data` may have any row stride: it is read once, where it is.
+    On a CPU `data` may have any row stride: it is read once, where it is; columns that are not adjacent are copied first.
     """
     bits = data.detach().view(torch.int16 if data.element_size() == 2 else torch.int32)
     if data.device.type != "cpu":
         return by_torch(bits, box, full_shape)
     from nereus.runtime.digest_kernel import mixed_sum
 
-    if bits.data_ptr() % bits.element_size():
-        bits = bits.clone()  # bytes in the middle of a file
+    if bits.data_ptr() % bits.element_size() or bits.stride(-1) != 1:
+        bits = bits.clone(memory_format=torch.contiguous_format)  # bytes in the middle of a file, or columns apart
     rows = bits if len(full_shape) == 2 else bits[None]
+    count, columns = rows.shape
+    if not rows.numel():
+        return 0
+    stride = rows.stride(0) if count > 1 else columns
+    flat = rows.as_strided(((count - 1) * stride + columns,), (1,))
     width = full_shape[-1]
     first = box.start[0] * width + box.start[1] if len(full_shape) == 2 else box.start[0]
-    return int(mixed_sum(rows.numpy(), first, width))
+    return int(mixed_sum(flat.numpy(), count, columns, stride, first, width))
 
 
 def by_torch(bits: Tensor, box: Box, full_shape: tuple[int, ...]) -> int:

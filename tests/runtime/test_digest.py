@@ -65,6 +65,32 @@ def test_digests_add_and_notice_every_bit() -> None:
         assert box_digest(flipped, box, (20, 30)) != one
 
 
+@given(
+    rows=st.integers(0, 9),
+    width=st.integers(1, 40),
+    cut=st.integers(0, 9),
+    top=st.integers(0, 7),
+    seed=st.integers(0, 99),
+)
+def test_whole_rows_are_one_run_and_add_however_they_are_cut(
+    rows: int, width: int, cut: int, top: int, seed: int
+) -> None:
+    data = torch.randn(rows, width, generator=torch.Generator().manual_seed(seed))
+    shape, at, split = (top + rows, width), min(cut, rows), min(cut, width)
+    expected = defined(data.view(torch.int32), Box((top, 0), shape), shape)
+    assert box_digest(data, Box((top, 0), shape), shape) == expected
+    across = [(data[:at], Box((top, 0), (top + at, width))), (data[at:], Box((top + at, 0), shape))]
+    down = [(data[:, :split], Box((top, 0), (shape[0], split))), (data[:, split:], Box((top, split), shape))]
+    for parts in (across, down):
+        assert sum(box_digest(part, box, shape) for part, box in parts) & MASK == expected
+
+
+def test_columns_that_are_not_adjacent() -> None:
+    data = torch.randn(6, 7)
+    box = Box((0, 0), (7, 6))
+    assert box_digest(data.T, box, (7, 6)) == box_digest(data.T.contiguous(), box, (7, 6))
+
+
 def test_bytes_that_are_not_aligned() -> None:
     raw = torch.randint(0, 255, (1 + 4 * 24,), dtype=torch.uint8)
     whole = torch.frombuffer(bytearray(raw[1:].numpy().tobytes()), dtype=torch.float32)
