@@ -23,7 +23,10 @@ from nereus.transitions.change import Mode
 from nereus.transitions.durations import Tolls
 
 GroupKey = tuple[str, tuple[int, ...], Layout]
-"""An EMU, the slots of its stage and its layout: what its communicators depend on."""
+"""An EMU, the slots of its stage and its layout: what its communicators and the shell of its engine depend on.
+
+All else that an engine is built from is the job's: its model's specification and its optimizer's settings.
+"""
 Digests = dict[str, dict[str, str]]
 IDLE_GROUPS = 4  # of slots that no stage runs on, kept because plans come back
 

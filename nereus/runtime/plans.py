@@ -20,7 +20,7 @@ from nereus.transitions.programs import Stretch, stretches
 from nereus.transitions.proof import check
 
 GROUPS_PER_STAGE = 1_000  # names that the groups of one stage may use up
-CACHED_GROUPS = 2  # stages whose communicators are kept because layouts come back; each has about 20, with threads
+CACHED_GROUPS = 4  # stages whose shells and communicators are kept because layouts come back
 EXPECTED_ENGINE_SECONDS = 0.3
 
 
@@ -59,7 +59,7 @@ class Planned:
         return {emu_name(stage): stage for stage in (getattr(plan, name) for name in self.stage_names)}
 
     def told(self, job: Job, first_count: int) -> dict[int, SlotChange]:
-        """What each slot is told. Takes communicators that come back out of the job's cache."""
+        """What each slot is told. Takes engines that come back out of the job's cache."""
         before, after = self.stages(self.transition.before), self.stages(self.transition.after)
         reused: set[str] = set()
         for emu, stage in after.items():
@@ -85,7 +85,7 @@ class Planned:
 
     @staticmethod
     def _cache(job: Job, before: Mapping[str, StagePlan]) -> tuple[dict[str, GroupKey], tuple[GroupKey, ...]]:
-        """Old communicators that are kept, each key once, and those that make room for them."""
+        """Old engines that are kept as shells, each key once, and those that make room for them."""
         cached: dict[str, GroupKey] = {}
         for emu, stage in before.items():
             key = emu, stage.slots, stage.layout

@@ -18,7 +18,6 @@ from nereus.checkpoint import Part, Read
 from nereus.config import Config
 from nereus.engines.megatron import cpu
 from nereus.engines.megatron.engine import TrainEngine, adam_of
-from nereus.engines.megatron.groups import ModelGroups
 from nereus.engines.megatron.steps import forward, train
 from nereus.engines.vllm.boot import boot
 from nereus.engines.vllm.engine import GenerationEngine
@@ -59,7 +58,7 @@ class Slot:
         self.world: ProcessWorld | None = None
         self.generation: GenerationEngine | None = None
         self.live: dict[str, TrainEngine] = {}
-        self.idle_groups: dict[GroupKey, ModelGroups] = {}
+        self.shells: dict[GroupKey, TrainEngine] = {}
         self._writing: Writing | SaveState | None = None
         self._changing: Transformation | None = None
         self._retreated: dict[str, int] | None = None
@@ -104,9 +103,8 @@ class Slot:
             self._changing = None
         for name in list(self.live):
             self.live.pop(name).close()
-        for groups in self.idle_groups.values():
-            groups.close()
-        self.idle_groups.clear()
+        while self.shells:
+            self.shells.popitem()[1].release(collect=False).close()
 
     def leave(self) -> None:
         """Closes everything that is live and the world; detached state stays."""

@@ -40,7 +40,7 @@ class SlotChange:
     """What a slot is told of a change: stages before and after by EMU, its part of each movement, what it copies.
 
     `counts` gives the counter from which each EMU's groups are named (all members start from the same); EMUs of
-    `reused` take their communicators from the cache, old ones of `cached` go there, and those of `evicted` leave it.
+    `reused` take their engine, a shell, from the cache, old ones of `cached` go there, and those of `evicted` leave it.
     `snapshots` gives the folder that old bytes are copied to, for EMUs that change in place.
     """
 
@@ -82,7 +82,9 @@ class Transformation:
         self.next: dict[str, TrainEngine] = {}
         self.old: dict[str, TrainEngine] = {}
         self._groups: dict[str, ModelGroups] = {}
-        self._old_groups: dict[str, ModelGroups] = {}
+        self._woken: dict[str, TrainEngine] = {}
+        self._resting: dict[str, TrainEngine] = {}
+        self._dropped = False
         self._sources: dict[str, state.Store] = {}
         self._targets: dict[str, state.Store] = {}
         self._active: set[str] = set()
@@ -137,19 +139,34 @@ class Transformation:
         if task.emu == GENERATION:
             self._slot.stop_generation()
             return None
-        return self._digests(task, self._source(task.emu))
+        source = self._source(task.emu)
+        return self._digests(task, {shard: source[shard] for shard in source if self._speaks_for(shard)})
+
+    def _speaks_for(self, shard: Shard) -> bool:
+        """Whether the digest before is this slot's to take: of what replicas hold alike the first one does.
+
+        What arrives is read back on every slot. Experts are replicated otherwise: there everybody speaks.
+        """
+        stage = self.change.before[shard.emu]
+        rank = stage.rank_of(self._slot.number)
+        if rank is None or stage.layout.ep > 1:
+            return True
+        at, sharded = stage.layout.coordinates(rank), stage.layout.distributed_optimizer
+        return not (at.dp or at.cp) or (sharded and shard.component != "weight")
 
     def _allocate(self, task: Task) -> None:
         name = f"next.{task.emu}"
         self._slot.ledger.hold(name, self._slot.ledger.held.get(name, 0) + task.size_bytes)
 
     def _build_groups(self, task: Task) -> None:
-        """The communicators of a Megatron stage; vLLM builds its own with its engine."""
+        """The communicators of a Megatron stage, a shell has them; vLLM builds its own with its engine."""
         if task.emu == GENERATION:
             return
         stage = self.change.after[task.emu]
         if task.emu in self.change.reused:
-            self._groups[task.emu] = self._slot.idle_groups.pop((task.emu, stage.slots, stage.layout))
+            key = task.emu, stage.slots, stage.layout
+            self._woken[task.emu] = self._slot.shells.pop(key)
+            self._slot.ledger.rename(shell_name(key), f"overhead.next.{task.emu}")
             return
         world = self._slot.joined
         world.align_group_count(self.change.counts[task.emu])
@@ -166,9 +183,14 @@ class Transformation:
             return
         adam = adam_of(slot.config.algorithm, stage.model) if stage.stage == "train" else None
         with slot.ledger.measured(f"overhead.next.{task.emu}"):
-            groups = self._groups.pop(task.emu)
-            engine = TrainEngine(slot.joined, slot.specs[stage.model], stage, slot.number, adam, groups)
-            self.next[task.emu] = engine
+            if task.emu in self._woken:
+                engine = self._woken.pop(task.emu)
+                self.next[task.emu] = engine
+                engine.wake(stage)
+            else:
+                groups = self._groups.pop(task.emu)
+                engine = TrainEngine(slot.joined, slot.specs[stage.model], stage, slot.number, adam, groups)
+                self.next[task.emu] = engine
             slot.ledger.hold_all(f"next.{task.emu}", engine.resident_bytes())
 
     def _transfer(self, task: Task) -> Outcome:
@@ -245,38 +267,46 @@ class Transformation:
         if emu in self.old:
             if emu not in self.change.snapshots:
                 self._sources.pop(emu, None)
-            in_place = (
-                emu in self.change.snapshots
-            )  # what comes next needs the room; else one collection at the end will do
-            self._old_groups[emu] = self.old.pop(emu).release(collect=in_place)
+            self._resting[emu] = self.old.pop(emu)
+            self._resting[emu].rest()
             slot.ledger.release(f"old.{emu}")
-            slot.ledger.release(f"overhead.old.{emu}")
 
     def _destroy_groups(self, task: Task) -> None:
-        """Old communicators go, or into the cache."""
-        groups = self._old_groups.pop(task.emu, None)
-        if groups is None:
+        """Old communicators go, or into the cache with the shell that they belong to."""
+        engine, name = self._resting.pop(task.emu, None), f"overhead.old.{task.emu}"
+        if engine is None:
             return
         if task.emu in self.change.cached:
             before = self.change.before[task.emu]
-            self._slot.idle_groups[task.emu, before.slots, before.layout] = groups
+            key = task.emu, before.slots, before.layout
+            self._slot.shells[key] = engine
+            self._slot.ledger.rename(name, shell_name(key))
         else:
-            groups.close()
+            self._drop(engine)
+            self._slot.ledger.release(name)
+
+    def _drop(self, engine: TrainEngine) -> None:
+        """A shell goes with its groups; one collection at the end takes all that went."""
+        engine.release(collect=False).close()
+        self._dropped = True
 
     # -- the end -------------------------------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """After the last task: what the cache has no room for goes, and the memory of old engines."""
-        gc.collect()
+        """After the last task: what the cache has no room for goes."""
         for emu, folder in self.change.snapshots.items():  # the driver sees to its own host only
             (Path(folder) / snapshot_name(emu, self._slot.number)).unlink(missing_ok=True)
-        for groups in self._old_groups.values():
-            groups.close()
-        self._old_groups.clear()
+        while self._resting:
+            emu, engine = self._resting.popitem()
+            self._drop(engine)
+            self._slot.ledger.release(f"overhead.old.{emu}")
         for key in self.change.evicted:
-            if key in self._slot.idle_groups:
-                self._slot.idle_groups.pop(key).close()
+            if key in self._slot.shells:
+                self._drop(self._slot.shells.pop(key))
+                self._slot.ledger.release(shell_name(key))
         self._drop_views()
+        if self._dropped:
+            gc.collect()
 
     def _drop_views(self) -> None:
         self._sources.clear()
@@ -286,8 +316,9 @@ class Transformation:
         """Back to the engines before: the next ones go, and gradients that were dropped come back as zeros."""
         slot = self._slot
         self._drop_views()
-        for emu in list(self.next):
-            self.next.pop(emu).close()
+        for engines in (self.next, self._woken, self._resting):
+            while engines:
+                engines.popitem()[1].close()
         for groups in self._groups.values():
             groups.close()
         self._groups.clear()
@@ -310,10 +341,11 @@ class Transformation:
         else:
             found.update({emu: engine for emu, engine in self.old.items() if emu not in self.change.snapshots})
         kept = {id(engine) for engine in found.values()}
-        for engine in (*self._slot.live.values(), *self.next.values(), *self.old.values()):
+        shells = *self._woken.values(), *self._resting.values()
+        for engine in (*self._slot.live.values(), *self.next.values(), *self.old.values(), *shells):
             if id(engine) not in kept:
                 engine.close()
-        for groups in (*self._groups.values(), *self._old_groups.values()):
+        for groups in self._groups.values():
             groups.close()
         self.next.clear()
         self.old.clear()
@@ -343,6 +375,12 @@ def _nothing(task: Task) -> Outcome:
 def snapshot_name(emu: str, slot: int) -> str:
     """The file of a slot's snapshot of an EMU."""
     return f"{emu}-slot-{slot:03d}.safetensors"
+
+
+def shell_name(key: GroupKey) -> str:
+    """The ledger's name for what a cached shell holds: communicators and objects, no state."""
+    emu, slots, layout = key
+    return f"overhead.shell.{emu} {layout} {layout.distributed_optimizer} {slots}"
 
 
 def room_of(ledger: Ledger) -> SlotRoom:

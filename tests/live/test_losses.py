@@ -24,4 +24,4 @@ def test_losses_of_slots(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stdout[-4000:]
-    assert "3 passed" in done.stdout
+    assert "4 passed" in done.stdout

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,12 +21,14 @@ from nereus.config import AlgorithmConfig
 from nereus.engines.megatron.architecture import DTYPES, layers_of, mark_tensor_parallel, transformer_config
 from nereus.engines.megatron.groups import ModelGroups
 from nereus.engines.megatron.heads import ValueHead
+from nereus.engines.megatron.shell import Shell
 from nereus.engines.world import ProcessWorld
 from nereus.errors import StorageMismatch
 from nereus.layout import Coordinates, StagePlan
 from nereus.model import VOCAB_ALIGN, ModelSpec, round_up
 from nereus.storage import (
     Param,
+    Region,
     Shard,
     emu_name,
     megatron_params,
@@ -85,7 +88,7 @@ class TrainEngine:
         self.groups = groups or ModelGroups(world, world.sub(stage.slots), stage.layout)
         self.first_stage, self.last_stage = self.at.pp == 0, self.at.pp == stage.layout.pp - 1
         self.optimizer: Any = None
-        self._host: tuple[Path, dict[str, torch.Size]] | None = None
+        self._host: Path | None = None
         self._inners: tuple[Any, ...] = ()
         with self.groups.inside():
             self.config = transformer_config(spec, stage)
@@ -93,6 +96,9 @@ class TrainEngine:
             self.model: Any = self.module if adam is None else self._build_training(adam)
         self._tensors = dict(self.module.named_parameters())
         self._check_params()
+        regions = megatron_regions(spec, stage.layout, self.at, adam is not None)
+        self._views = self._make_views(regions)
+        self._shell = Shell(self._states(), self._blank(regions), self._inners)
 
     def _build_module(self) -> GPTModel:
         c = self.spec.config
@@ -195,11 +201,37 @@ class TrainEngine:
             return main.data.view(-1)
         return self._inners_of(parameter)[0].optimizer.state[main][component].view(-1)
 
+    def _states(self) -> list[Tensor]:
+        """All that holds state or gradients here."""
+        found = [*self._tensors.values(), *self._gradient_buffers()]
+        for inner in self._inners:
+            for main, state in inner.optimizer.state.items():
+                found += [main, state["exp_avg"], state["exp_avg_sq"]]
+        return found
+
+    def _blank(self, regions: Iterable[Region]) -> list[Tensor]:
+        """The arrays that `views` do not cover wholly: they have padding, which nobody fills."""
+        covered: dict[tuple[str, str], int] = defaultdict(int)
+        for region in regions:
+            covered[region.component, region.param] += region.box.elements
+        found: list[Tensor] = []
+        for name, parameter in self._tensors.items():
+            components = ["weight"]
+            if self.optimizer is not None and self._inners_of(parameter):
+                own = self._main(parameter).dtype != parameter.dtype
+                components += ["exp_avg", "exp_avg_sq", *(["master"] if own else [])]
+            arrays = {component: self._array(component, name) for component in components}
+            found += [array for component, array in arrays.items() if covered[component, name] < array.numel()]
+        return found
+
     def views(self) -> dict[Shard, Tensor]:
         """The state of this slot by shard: each tensor is a view of the engine's own storage."""
+        return dict(self._views)
+
+    def _make_views(self, regions: Iterable[Region]) -> dict[Shard, Tensor]:
         dtypes = {t.name: t.dtype for t in self.spec.tensors}
         found: dict[Shard, Tensor] = {}
-        for region in megatron_regions(self.spec, self.stage.layout, self.at, self.adam is not None):
+        for region in regions:
             shard = Shard(
                 emu=emu_name(self.stage),
                 component=region.component,
@@ -294,36 +326,59 @@ class TrainEngine:
         except OSError:
             path.unlink(missing_ok=True)
             raise
-        self._host = path, {name: tensor.shape for name, tensor in self._tensors.items()}
-        for tensor in self._tensors.values():
-            tensor.data = tensor.data.new_empty(0)
+        self._host = path
+        self._shell.free()
         return size_bytes
 
     def bring_back(self) -> int:
         """The weights as they were before `offload`, whose file goes; the bytes, 0 where they are here."""
         if self._host is None:
             return 0
-        (path, shapes), self._host = self._host, None
+        path, self._host = self._host, None
+        self._shell.take()
         with path.open("rb") as file:
-            for name, tensor in self._tensors.items():
-                size = shapes[name].numel() * tensor.element_size()
-                data = torch.frombuffer(bytearray(file.read(size)), dtype=tensor.dtype)
-                tensor.data = data.view(shapes[name]).to(tensor.device)
+            for tensor in self._tensors.values():
+                data = torch.empty_like(tensor, device="cpu", requires_grad=False)
+                file.readinto(data.view(-1).view(torch.uint8).numpy().data)
+                tensor.data.copy_(data)
             size_bytes = file.tell()
         path.unlink()
         return size_bytes
 
+    def rest(self) -> None:
+        """Frees all memory of state and gradients; what is left is a shell, which `wake` makes an engine again. Local."""
+        self._forget_host()
+        self._shell.rest()
+
+    def wake(self, stage: StagePlan) -> None:
+        """A shell becomes what a new engine of `stage` would be: state unfilled, padding zero, no steps taken. Local.
+
+        ValueError where the shell is of another stage, other slots or another layout; shares and micro-batch may differ.
+        """
+        mine = emu_name(self.stage), self.stage.slots, self.stage.layout
+        if mine != (emu_name(stage), stage.slots, stage.layout):
+            raise ValueError(f"the shell is of {mine}, asked for was {stage}")
+        self.stage = stage
+        self._shell.wake(self._views.values())
+        self.module.train()
+        self.optimizer_steps = 0
+
+    def _forget_host(self) -> None:
+        if self._host is not None:
+            self._host.unlink(missing_ok=True)
+            self._host = None
+
     def release(self, *, collect: bool = True) -> ModelGroups:
         """Drops the model; its groups, which still stand. Local.
 
-        A model is a cycle: its memory goes with the next collection, where `collect` is not asked for.
+        A model is a cycle: its memory goes with the next collection, where `collect` is not asked for; views that are
+        kept keep theirs.
         """
-        if self._host is not None:
-            self._host[0].unlink(missing_ok=True)
-            self._host = None
+        self._forget_host()
         self.model = self.module = self.optimizer = None
         self._inners = ()
-        self._tensors = {}
+        self._tensors, self._views = {}, {}
+        self._shell = Shell((), (), ())
         if collect:
             gc.collect()
         return self.groups
