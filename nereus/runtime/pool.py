@@ -8,7 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,14 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from nereus.engines.vllm.boot import ENVIRONMENT
 from nereus.errors import NereusError, SlotFailed
+from nereus.runtime.control import Contact, ControlMemory, SlotStatus, ask_each, serve
 from nereus.runtime.meeting import Meeting
 
 DEATH_SECONDS = 3.0  # how long after a slot's error another slot's death is waited for, which may be its cause
 JOIN_POLL_SECONDS = 0.2
+SILENT_SECONDS = 10.0  # a control thread that says nothing for so long is that of a stopped process
+STATUS_SECONDS = 2.0
+LOOPBACK = "127.0.0.1"
 RAY_ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
@@ -46,8 +50,8 @@ class SlotActor:
         self._number = number
         self._slot: Any = None
 
-    def boot(self, several_hosts: bool) -> int:
-        """Imports the engines and makes the slot; returns its process number."""
+    def boot(self, several_hosts: bool) -> Contact:
+        """Imports the engines, makes the slot and starts its control thread; returns how to ask that."""
         from nereus.engines.vllm.boot import ENVIRONMENT  # the module's own: Ray pickles this class with its globals
 
         if several_hosts:
@@ -56,7 +60,7 @@ class SlotActor:
         from nereus.runtime.slot import Slot  # half a minute of imports, wanted here
 
         self._slot = Slot(self._number)
-        return os.getpid()
+        return serve(self._slot.control, ray.util.get_node_ip_address() if several_hosts else LOOPBACK)
 
     def alive(self) -> bool:
         """Answers where the process lives."""
@@ -64,7 +68,8 @@ class SlotActor:
 
     def do(self, method: str, arguments: tuple[object, ...]) -> object:
         """Calls a method of the slot."""
-        return getattr(self._slot, method)(*arguments)
+        with self._slot.control.doing(method):
+            return getattr(self._slot, method)(*arguments)
 
 
 def _network(address: str) -> dict[str, str]:
@@ -73,6 +78,15 @@ def _network(address: str) -> dict[str, str]:
         if any(each.address == address for each in addresses):
             return {"GLOO_SOCKET_IFNAME": interface, "VLLM_HOST_IP": address}
     return {}
+
+
+def _kill(contact: Contact) -> None:
+    """Ends a lost slot's process on this host where it is stopped: Ray's word does not reach it there."""
+    if contact.address in (LOOPBACK, ray.util.get_node_ip_address()):
+        with suppress(psutil.Error):  # gone already
+            process = psutil.Process(contact.pid)
+            if process.status() == psutil.STATUS_STOPPED and "SlotActor" in " ".join(process.cmdline()):
+                process.kill()
 
 
 def start_ray(slots: int, timeout_seconds: float) -> None:
@@ -163,7 +177,7 @@ class SlotPool:
         self._actors: dict[int, Any] = {}
         self._boots: list[tuple[Any, Any, str, int]] = []  # of slots that are still to join: actor, boot, log, host
         self._logs_of = {number: self._logs / f"slot_{number}.log" for number in self.numbers}
-        self.pids: dict[int, int] = {}
+        self.contacts: dict[int, Contact] = {}
         self.hosts: dict[int, int] = {}
         self._started = slots
         try:
@@ -177,12 +191,17 @@ class SlotPool:
             started = time.monotonic()
             self._several_hosts = len({node["NodeManagerAddress"] for node in _nodes()}) > 1
             boots = {number: actor.boot.remote(self._several_hosts) for number, actor in self._actors.items()}
-            self.pids = self._collect("boot", boots, start_timeout_seconds)
+            self.contacts = self._collect("boot", boots, start_timeout_seconds)
             note(f"slots are up after {time.monotonic() - started:.0f} s")
             self.rejoin()
         except BaseException:
             self.close()
             raise
+
+    @property
+    def pids(self) -> dict[int, int]:
+        """The number of each slot's process on its host."""
+        return {slot: contact.pid for slot, contact in self.contacts.items()}
 
     def _actor(self, number: int, node: str, log: Path) -> Any:
         options = SlotActor.options(
@@ -218,7 +237,7 @@ class SlotPool:
         first = len(self._actors)
         for number, (actor, boot, log, host) in enumerate(self._boots, start=first):
             self._logs_of[number], self.hosts[number] = Path(log), host
-            self.pids[number] = self._get("boot", number, boot)
+            self.contacts[number] = self._get("boot", number, boot)
             self._actors[number] = actor
         self._boots = []
         self.numbers = tuple(sorted(self._actors))
@@ -229,7 +248,7 @@ class SlotPool:
         """Ends every slot process, starts so many new ones and forms their world: what a stop and a resume do."""
         for actor in (*self._actors.values(), *(actor for actor, *_ in self._boots)):
             ray.kill(actor)
-        self._actors, self._boots, self.pids, self.hosts, self.numbers = {}, [], {}, {}, ()
+        self._actors, self._boots, self.contacts, self.hosts, self.numbers = {}, [], {}, {}, ()
         self.start_more(slots)
         self._logs_of = {number: Path(log) for number, (_, _, log, _) in enumerate(self._boots)}
         self._collect("boot", {number: boot for number, (_, boot, _, _) in enumerate(self._boots)}, self._start_seconds)
@@ -261,8 +280,8 @@ class SlotPool:
         while waiting:
             done, waiting = ray.wait(waiting, num_returns=1, timeout=max(deadline - time.monotonic(), 0.0))
             if not done:
-                late = f"did not finish {method} within {self._timeout_seconds:.0f} s"
-                found |= {owner[ref]: SlotFailed(f"slot {owner[ref]} {late}") for ref in waiting}
+                late, said = f"did not finish {method} within {self._timeout_seconds:.0f} s", self._said(waiting, owner)
+                found |= {owner[ref]: SlotFailed(f"slot {owner[ref]} {late}{said}") for ref in waiting}
                 break
             slot = owner[done[0]]
             try:
@@ -273,19 +292,49 @@ class SlotPool:
                 self.end_meeting()
         return {slot: found[slot] for slot in arguments}
 
-    def lost(self) -> tuple[int, ...]:
-        """The slots whose processes are dead."""
+    def status(self, slots: Sequence[int] | None = None) -> dict[int, SlotStatus | None]:
+        """What slots (all) do now, also while they compute; None of one whose process is stopped or gone."""
+        found = ask_each(self._contacts_of(slots), {"ask": "status"}, STATUS_SECONDS)
+        return {slot: None if told is None else SlotStatus(**told) for slot, told in found.items()}
+
+    def memory(self) -> dict[int, ControlMemory | None]:
+        """What each slot's process and ledger hold now; None as in `status`."""
+        found = ask_each(self.contacts, {"ask": "memory"}, STATUS_SECONDS)
+        return {slot: None if told is None else ControlMemory(**told) for slot, told in found.items()}
+
+    def abort(self, reason: str) -> tuple[int, ...]:
+        """Tells every slot to end the call that it is in, which then raises SlotAborted; those that were in one.
+
+        A slot looks between tasks of a change, micro-batches, tokens and layers of a sync, not inside a collective.
+        """
+        found = ask_each(self.contacts, {"ask": "abort", "reason": reason}, STATUS_SECONDS)
+        return tuple(slot for slot, told in found.items() if told)
+
+    def _contacts_of(self, slots: Sequence[int] | None) -> dict[int, Contact]:
+        return {slot: contact for slot, contact in self.contacts.items() if slots is None or slot in slots}
+
+    def _said(self, waiting: Sequence[Any], owner: Mapping[Any, int]) -> str:
+        """What slots that are late say of themselves, for an error."""
+        found = self.status(tuple(owner[ref] for ref in waiting))
+        silent = "its process does not answer: stopped or gone"
+        lines = [f"slot {slot}: {silent}" if told is None else str(told) for slot, told in sorted(found.items())]
+        return "".join(f"\n  {line}" for line in lines)
+
+    def lost(self, silent_seconds: float = SILENT_SECONDS) -> tuple[int, ...]:
+        """The slots whose processes are dead, or stopped: not even their control threads answer."""
         refs = {actor.alive.remote(): slot for slot, actor in self._actors.items()}
         ray.wait(list(refs), num_returns=len(refs), timeout=DEATH_SECONDS)
         found: list[int] = []
+        busy: list[int] = []
         for ref, slot in refs.items():
             try:
                 ray.get(ref, timeout=0)
             except RayActorError:
                 found.append(slot)
-            except RayError:  # busy, so alive
-                continue
-        return tuple(sorted(found))
+            except RayError:
+                busy.append(slot)
+        answers = ask_each(self._contacts_of(busy), {"ask": "status"}, silent_seconds)
+        return tuple(sorted([*found, *(slot for slot, told in answers.items() if told is None)]))
 
     def drop(self, lost: Sequence[int]) -> dict[int, int]:
         """Goes on without these slots: the others get the numbers from 0 on, in order. Returns new numbers by old ones.
@@ -294,9 +343,10 @@ class SlotPool:
         """
         for slot in lost:
             ray.kill(self._actors.pop(slot))
+            _kill(self.contacts[slot])
         renumbered = {old: new for new, old in enumerate(sorted(self._actors))}
         self._actors = {renumbered[old]: actor for old, actor in self._actors.items()}
-        self.pids = {renumbered[old]: pid for old, pid in self.pids.items() if old in renumbered}
+        self.contacts = {renumbered[old]: found for old, found in self.contacts.items() if old in renumbered}
         self._logs_of = {renumbered[old]: log for old, log in self._logs_of.items() if old in renumbered}
         self.hosts = {renumbered[old]: host for old, host in self.hosts.items() if old in renumbered}
         self.numbers = tuple(sorted(self._actors))
@@ -327,7 +377,8 @@ class SlotPool:
             done, waiting = ray.wait(waiting, num_returns=1, timeout=max(deadline - time.monotonic(), 0.0))
             if not done:
                 silent = sorted(owner[ref] for ref in waiting)
-                raise SlotFailed(f"slots {silent} did not finish {method} within {timeout_seconds:.0f} s")
+                late = f"slots {silent} did not finish {method} within {timeout_seconds:.0f} s"
+                raise SlotFailed(f"{late}{self._said(waiting, owner)}")
             try:
                 found[owner[done[0]]] = self._get(method, owner[done[0]], done[0])
             except NereusError as error:
@@ -369,5 +420,5 @@ class SlotPool:
         """Ends every slot process and Ray; safe to call twice."""
         for actor in (*self._actors.values(), *(actor for actor, *_ in self._boots)):
             ray.kill(actor)
-        self._actors, self._boots = {}, []
+        self._actors, self._boots, self.contacts = {}, [], {}
         ray.shutdown()

@@ -28,6 +28,7 @@ from nereus.model import models_of, seed_of
 from nereus.rl.batch import Batch, over_tensors
 from nereus.rollout import Completion, Request
 from nereus.runtime import digest, fabric, state
+from nereus.runtime.control import Control
 from nereus.runtime.fabric import Program, Traffic
 from nereus.runtime.job import IDLE_GROUPS, GroupKey
 from nereus.runtime.ledger import ActivationMeter, Ledger, resident_bytes, settle
@@ -55,6 +56,7 @@ class Slot:
         boot()
         digest.prepare()
         self.number = number
+        self.control = Control(self)
         self.world: ProcessWorld | None = None
         self.generation: GenerationEngine | None = None
         self.live: dict[str, TrainEngine] = {}
@@ -347,7 +349,8 @@ class Slot:
         return performed
 
     def before_task(self, task: Task) -> None:
-        """Where tests make a slot fail."""
+        """Where the slot tells what it comes to, and may be told to end; where tests make it fail."""
+        self.control.at(f"{task.kind} {task.emu}")
         if self.on_task is not None:
             self.on_task(task)
 
@@ -389,7 +392,8 @@ class Slot:
             rng = self._seed(emu)
             self.ledger.touch("logits", self._logit_bytes(engine, share, micro_batch))
             share = over_tensors(share, lambda tensor: tensor.to(state.device()))
-            outputs = forward(engine, share, micro_batch=micro_batch, temperature=self.config.rollout.temperature)
+            with self.control.before_each(engine.module):
+                outputs = forward(engine, share, micro_batch=micro_batch, temperature=self.config.rollout.temperature)
         found = None if outputs is None else {name: tensor.cpu() for name, tensor in outputs.items()}
         return PhaseResult(outputs=found, metrics={}, grad_norm=0.0, rng=rng)
 
@@ -401,7 +405,7 @@ class Slot:
         with self.ledger.first_use(emu, phase), self.ledger.in_phase(phase):
             rng = self._seed(emu)
             share = over_tensors(share, lambda tensor: tensor.to(state.device()))
-            with meter.counting():
+            with meter.counting(), self.control.before_each(engine.module):
                 result = train(
                     engine,
                     share,
@@ -464,7 +468,7 @@ class Slot:
             return []
         progress = Progress(Path(kept_in), self.number, optimizer_steps)
         with self.ledger.first_use("actor.generate", "gen"), self.ledger.in_phase("gen"):
-            done = self.generation.generate(requests, progress.tell)
+            done = self.generation.generate(requests, self.control.checking(progress.tell))
         progress.end()
         return done
 

@@ -39,6 +39,7 @@ def _layers(
     spec = slot.specs["actor"]
     given: set[str] = set()
     for program in programs:
+        slot.control.check()
         targets = state.empty(program.wanted)
         part = fabric.run(program, sources, targets)
         part.staged_bytes += state.size_bytes(targets)

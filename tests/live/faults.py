@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -50,6 +51,8 @@ def _strike(slot: Any, fault: str, kind: str, emu: str, task: Task) -> None:
     slot.on_task = None
     if fault.startswith("kill"):  # this process, or the one of a number
         os.kill(int(fault.split()[1]) if " " in fault else os.getpid(), signal.SIGKILL)
+    elif fault.startswith("sleep"):
+        time.sleep(float(fault.split()[1]))
     elif fault == "fail":
         raise TransferFailed(f"slot {slot.number}: a fault planted by a test")
     elif fault == "flip":
