@@ -2,7 +2,7 @@ CONFIG ?= experiments/quickstart.yaml
 ARGS ?=
 EXPERIMENT ?= quickstart_pair
 
-.PHONY: run test experiments analysis slurm-test bench-admission bench-checkpoints bench-faults bench-planner bench-transition baselines-check check setup clean
+.PHONY: run test experiments analysis slurm-test bench-admission bench-checkpoints bench-faults bench-plan bench-planner bench-transition baselines-check check setup clean
 
 run: setup  ## train CONFIG (dotted overrides in ARGS)
 	@.venv/bin/nereus train $(CONFIG) $(ARGS)
@@ -29,6 +29,9 @@ bench-checkpoints: setup  ## runs that are killed in the middle of a save or sto
 bench-faults: setup  ## slots that die or fail at each kind of operation of a change, in each mode, and whole jobs that do: up to 20 minutes; ARGS: words of the cases
 	@OMP_NUM_THREADS=1 .venv/bin/python -W ignore -m benchmarks.faults $(ARGS)
 	@[ -n "$(ARGS)" ] || NEREUS_BENCH_CHECKPOINTS=1 OMP_NUM_THREADS=1 .venv/bin/python -W ignore -m pytest -q -s tests/live/test_checkpoint_endings.py -k change
+
+bench-plan: setup  ## seconds and memory of `nereus plan` for 16 and 1,024 GPUs
+	@.venv/bin/python -m benchmarks.plan
 
 bench-planner: setup  ## seconds, memory and gaps of the transfer planner, beside Megatron-core's; ARGS: changes gaps peer
 	@OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.planner $(ARGS)

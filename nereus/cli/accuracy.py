@@ -17,6 +17,9 @@ if TYPE_CHECKING:  # numpy and scipy are not loaded for --help
 
 DONE = 0
 TARGET_DEVICES = ("a100", "a100-40", "h100")
+RATES = (
+    "as shipped, fitted to the tables of aiconfigurator-core 0.12 (nereus.costs.rates); installed tables are not read"
+)
 SIZES = ((3e9, "below 3B"), (15e9, "3B to 15B"), (80e9, "15B to 80B"), (float("inf"), "above 80B"))
 
 
@@ -82,6 +85,7 @@ def _summary(scored: Sequence, points: Sequence[Point], skipped: Sequence[Skippe
     }
     rules = Counter((row.kind, row.rule) for row in skipped)
     return {
+        "rates": RATES,
         "usable_rows": len(points),
         "skipped_rows": len(skipped),
         "fitted_factors": len(FACTORS),
@@ -210,6 +214,7 @@ def _text(summary: dict) -> str:
     forms = ", ".join(f"{name} {count}" for name, count in summary["forms_tried"].items())
     lines = [
         f"{rows}; {summary['fitted_factors']} fitted factors; forms tried: {forms}",
+        f"device rates: {summary['rates']}",
         "",
         "targets",
         *(_target_line(each) for each in summary["targets"]),

@@ -17,6 +17,8 @@ from nereus.errors import ConfigError, near
 
 if TYPE_CHECKING:  # numpy is not loaded for --help
     from nereus.config import Config
+    from nereus.costs.rates import Rates
+    from nereus.fleet import Fleet
     from nereus.planning.evaluate import Evaluation, Problem
     from nereus.planning.job import Job, PlannedModel
     from nereus.planning.plan import GlobalPlan
@@ -234,9 +236,22 @@ def _from_options(arguments: Namespace) -> Asked:
             raise ConfigError("--host-memory", arguments.host_memory, "expected GiB of a node, above 0")
         host = arguments.host_memory * 1024**3 / max(len(node.slots) for node in fleet.nodes)
     job = _job(arguments, samples)
-    problem = Problem(job=job, terrain=Terrain(fleet=fleet, host_bytes_per_slot=host))
-    title = f"{arguments.model}, {arguments.algo}, {fleet}: {_job_text(job)}"
+    rates, tables = _measured_rates(fleet)
+    problem = Problem(job=job, terrain=Terrain(fleet=fleet, rates=rates, host_bytes_per_slot=host))
+    title = "\n".join([f"{arguments.model}, {arguments.algo}, {fleet}: {_job_text(job)}", *tables])
     return Asked(problem=problem, space=Space(), title=title, model=arguments.model, samples_per_prompt=samples)
+
+
+def _measured_rates(fleet: Fleet) -> tuple[dict[str, Rates], list[str]]:
+    """What installed kernel tables tell of devices without rates of their own, and lines that name the tables used."""
+    from nereus.cli.kernel_tables import SYSTEMS, installed_tables, table_rates
+
+    devices = {node.device.name: node.device for node in fleet.nodes}
+    folder = installed_tables() if devices.keys() & SYSTEMS.keys() else None
+    if folder is None:
+        return {}, []
+    rates, sources = table_rates(devices.values(), folder)
+    return rates, [f"kernel tables: {source}" for source in sources]
 
 
 def _at_least_one(arguments: Namespace, names: Iterable[str]) -> None:

@@ -2,7 +2,7 @@
 
 Source of every key: examples/configs/grpo_math_1B.yaml (NeMo-RL 0.4 and later): grpo, policy.{train_*,logprob_*,
 max_total_sequence_length,sequence_packing}, policy.megatron_cfg, policy.dtensor_cfg, policy.generation.{vllm_cfg,
-colocated}, cluster. Its own loader has not judged these: its environment is not part of this project.
+colocated}, cluster. tests/cli/test_peer_flags.py compares these with that file's keys; its own loader has not judged them.
 The policy's workers give the reference's log-probabilities too, with the reference's weights kept in host memory
 meanwhile, so both are cut alike.
 """

@@ -2,7 +2,7 @@
 
 Sources: the repository's examples/scripts (train_ppo_ray_hybrid_engine.sh and its siblings) and docs (hybrid_engine: the
 three flags of the shared engine) of 0.10 and later; `max_tokens_per_gpu`, `dynamic_batch_enable`: its script for ROCm.
-Its own parser has not judged these: its environment is not part of this project.
+tests/cli/test_peer_flags.py has the argument list of 0.11.2 judge these; the command itself has not been started.
 One ZeRO stage, one micro-batch and one sleep mode serve all models there; where the plan's differ, the safe one is taken
 (the smaller micro-batch; sleep if any model offloads; recomputation if any recomputes), and a comment says so.
 """
