@@ -249,9 +249,10 @@ def ask(contact: Contact, asked: Mapping[str, str], timeout_seconds: float) -> A
 
 
 def ask_each(contacts: Mapping[int, Contact], asked: Mapping[str, str], timeout_seconds: float) -> dict[int, Any]:
-    """What each slot answers, all asked at once; None as in `ask`."""
+    """What each slot answers, all asked at once, by rising number; None as in `ask`."""
     if not contacts:
         return {}
     with ThreadPoolExecutor(len(contacts)) as threads:
-        found = threads.map(lambda contact: ask(contact, asked, timeout_seconds), contacts.values())
-        return dict(zip(contacts, found, strict=True))
+        slots = sorted(contacts)
+        found = threads.map(lambda slot: ask(contacts[slot], asked, timeout_seconds), slots)
+        return dict(zip(slots, found, strict=True))

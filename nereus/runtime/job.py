@@ -20,7 +20,7 @@ from nereus.slices import Holding, Movement
 from nereus.storage import Shard, emu_name
 from nereus.transition import WeightSync, build_sync
 from nereus.transitions.change import Mode
-from nereus.transitions.durations import Tolls
+from nereus.transitions.durations import HOST_TOLLS, Tolls
 
 GroupKey = tuple[str, tuple[int, ...], Layout]
 """An EMU, the slots of its stage and its layout: what its communicators and the shell of its engine depend on.
@@ -55,7 +55,7 @@ class Job:
     sync: WeightSync | None = None
     idle_groups: list[GroupKey] = field(default_factory=list[GroupKey])
     engine_seconds: dict[str, float] = field(default_factory=dict[str, float])
-    tolls: Tolls = field(default_factory=Tolls)
+    tolls: Tolls = HOST_TOLLS
     modes: dict[str, Mode] = field(default_factory=dict[str, Mode])
     folder: Path | None = None
 

@@ -30,6 +30,7 @@ from nereus.runtime.phases import StepRecord
 from nereus.runtime.pool import SlotPool
 from nereus.runtime.probe import Place, Probe, record, supposed_of
 from nereus.runtime.slot import Slot
+from nereus.transitions.durations import HOST_TOLLS
 from nereus.workload import measured_phases
 
 PREDICTED, ERROR = "plan/predicted", "plan/error"
@@ -143,7 +144,7 @@ class Observer:
         self._change_metrics = {f"{PREDICTED}/transition_s": found.mean_seconds}
         if total > 0:
             self._change_metrics[f"{ERROR}/transition"] = found.mean_seconds / total - 1
-        transaction.job.tolls = calibrated_tolls(self.state)
+        transaction.job.tolls = calibrated_tolls(self.state, HOST_TOLLS)
 
 
 def compared(expected: Expected, seconds: Mapping[str, float], peaks: Mapping[str, int]) -> dict[str, float]:

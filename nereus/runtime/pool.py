@@ -156,8 +156,8 @@ def _own_session() -> Iterator[None]:
 class SlotPool:
     """The live slots of a job. `call` runs a method on several slots at once and returns what each said.
 
-    SlotFailed as soon as one raises or dies, a NereusError of a slot as it is. The others may be stuck in a collective
-    with it, or wait for it where groups are built, which ends now; after that all have to leave this world.
+    SlotFailed as soon as one raises or dies, a NereusError of a slot as it is. Others that are in the same call may be
+    stuck in a collective with it, or wait for it where groups are built, which ends now: they have to leave this world.
     """
 
     def __init__(
@@ -272,7 +272,7 @@ class SlotPool:
     ) -> dict[int, Any]:
         """As `call`, but waits for every slot: what each said, or the NereusError that came of it.
 
-        After an answer that has `failed` nobody waits any longer for groups that are being built.
+        After an answer that has `failed` none of the others waits any longer for groups that are being built.
         """
         owner = {self._actors[slot].do.remote(method, given): slot for slot, given in arguments.items()}
         found: dict[int, Any] = {}
@@ -288,7 +288,7 @@ class SlotPool:
                 found[slot] = self._get(method, slot, done[0])
             except NereusError as error:
                 found[slot] = error
-            if failed(found[slot]):
+            if waiting and failed(found[slot]):
                 self.end_meeting()
         return {slot: found[slot] for slot in arguments}
 
@@ -382,7 +382,8 @@ class SlotPool:
             try:
                 found[owner[done[0]]] = self._get(method, owner[done[0]], done[0])
             except NereusError as error:
-                self.end_meeting()
+                if waiting:
+                    self.end_meeting()
                 self._blame_the_dead(method, owner, waiting, error)
                 raise
         return found

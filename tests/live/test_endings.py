@@ -161,3 +161,5 @@ def test_an_exception_in_a_slot_reaches_the_user_with_its_traceback(pool: SlotPo
     with pytest.raises(SlotFailed, match=r"slot 1 failed in apply(.|\n)*in fail(.|\n)*ValueError: a fault in Slot"):
         pool.call("apply", {1: (fail,)})
     assert pool.call_all("apply", number) == pool.pids  # nothing else was disturbed
+    counts = pool.call_all("group_count")
+    assert pool.call_all("align", ((0, 2),), max(counts.values())), "groups can be built"
