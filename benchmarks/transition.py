@@ -25,7 +25,7 @@ from benchmarks.transition_report import text
 from nereus.config import ModelConfig
 from nereus.layout import Plan
 from nereus.runtime.fabric import program_of
-from nereus.runtime.host_memory import PLACE
+from nereus.runtime.host_memory import PLACES
 from nereus.runtime.job import combined
 from nereus.runtime.pool import SlotPool
 from nereus.storage import emu_name
@@ -77,7 +77,7 @@ def there_and_back(bench: BenchJob, one: str, two: str) -> list[dict[str, Any]]:
         for way, plan in zip(ways, (second, first), strict=True):
             live(bench, plan, way)
     bench.check()
-    for place, base in (("memory", PLACE), ("disk", bench.folder.path)):
+    for place, base in (("memory", next(place for place in PLACES if place.is_dir())), ("disk", bench.folder.path)):
         for way, plan in zip(ways, (second, first), strict=True):
             way["saved"][place].append(saved(bench, plan, base))
         bench.check()

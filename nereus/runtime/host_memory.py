@@ -8,12 +8,15 @@ import shutil
 import tempfile
 import weakref
 from pathlib import Path
+from typing import IO
 
+from nereus.errors import TransferFailed
 from nereus.runtime.journal import lock
 from nereus.transitions.change import Mode
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  # its files have names of their own
-PLACE = SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
+PLACES = (SHARED_MEMORY, Path(tempfile.gettempdir()))
+"""Where the folder may be: memory, or without room there a disk."""
 PREFIX, OWNER = "nereus-", "owner"
 
 
@@ -29,14 +32,12 @@ class HostMemory:
 
     @property
     def folder(self) -> Path:
-        """This run's folder on the driver's host; slots of other hosts make one of the same name. OSError."""
+        """This run's folder on the driver's host; slots of other hosts make one of the same name.
+
+        TransferFailed where no place takes it.
+        """
         if self._folder is None:
-            remove_orphans(PLACE)
-            self._folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=PLACE))
-            fresh = self._folder / f".{OWNER}"
-            self._owner = fresh.open("wb")
-            lock(self._owner.fileno())
-            fresh.rename(self._folder / OWNER)  # under that name it is locked from the first
+            self._folder, self._owner = made()
             self._end = weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
         return self._folder
 
@@ -72,6 +73,24 @@ class HostMemory:
             self._end()
             self._owner.close()
             self._folder = None
+
+
+def made() -> tuple[Path, IO[bytes]]:
+    """A new folder in the first place that takes one, and the file in it by whose lock it is owned."""
+    problems: list[str] = []
+    for place in PLACES:
+        try:
+            remove_orphans(place)
+            folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=place))
+            fresh = folder / f".{OWNER}"
+            owner = fresh.open("wb")
+            lock(owner.fileno())
+            fresh.rename(folder / OWNER)  # under that name it is locked from the first
+        except OSError as error:
+            problems.append(f"{place}: {error.strerror}")
+            continue
+        return folder, owner
+    raise TransferFailed(f"no folder can be made in host memory ({', '.join(problems)}): free some room")
 
 
 def remove_orphans(place: Path) -> None:

@@ -179,7 +179,7 @@ class Phases:
 
     def sample(self, requests: Sequence[Request]) -> list[Completion]:
         """Completions of any requests: those that a loss cut short go on where they were."""
-        begun = self._begun()
+        begun = self._kept = self._begun()
         known = [begun[r.request_id] for r in requests if r.request_id in begun]
         left = [r.after(begun[r.request_id]) if r.request_id in begun else r for r in requests]
         finished = {c.request_id: c for c in known if c.finished != "running"}
@@ -205,14 +205,16 @@ class Phases:
         answers = self.job.pool.gather("generate", given)
         outputs = [answers[stage.output_slot(replica)] for replica in range(stage.layout.dp)]
         done = [c for answer in outputs if not isinstance(answer, NereusError) for c in answer]
-        self._kept |= {c.request_id: c for c in done}
+        self._kept = {**self._kept, **{c.request_id: c for c in done}}
         if failures := [answer for answer in answers.values() if isinstance(answer, NereusError)]:
             raise max(failures, key=lambda error: isinstance(error, SlotFailed) and len(error.lost))
         return done
 
     def _begun(self) -> dict[str, Completion]:
         """What is known of requests that a loss cut short: of engines that live, and what the dead ones left."""
-        return {**completions(self.job.host.progress, self._policy_steps), **self._kept}
+        told = completions(self.job.host.progress, self._policy_steps)
+        longer = {k: c for k, c in told.items() if k not in self._kept or len(self._kept[k].tokens) < len(c.tokens)}
+        return {**self._kept, **longer}
 
     @property
     def _policy_steps(self) -> int:
