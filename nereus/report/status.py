@@ -12,9 +12,9 @@ from nereus.errors import JournalError
 from nereus.layout import first_plan
 from nereus.report.plan_text import bytes_text
 from nereus.report.record import structured
+from nereus.workload import PHASES
 
 Record = Mapping[str, Any]
-PHASES = ("update_weights", "gen", "reward", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor")
 RECENT_STEPS = 10
 
 

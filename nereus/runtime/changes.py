@@ -165,7 +165,7 @@ class Transaction:
     def _end(self) -> None:
         planned, job, pause = self.planned, self.job, self.record.seconds
         job.pool.call_all("finish_change")
-        planned.cache_groups(job)
+        planned.cache_shells(job)
         job.plan = self.plan
         job.engine_seconds |= engine_seconds_of(self._outcomes)
         started = time.monotonic()

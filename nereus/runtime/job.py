@@ -22,7 +22,7 @@ from nereus.transition import WeightSync, build_sync
 from nereus.transitions.change import Mode
 from nereus.transitions.durations import HOST_TOLLS, Tolls
 
-GroupKey = tuple[str, tuple[int, ...], Layout]
+ShellKey = tuple[str, tuple[int, ...], Layout]
 """An EMU, the slots of its stage and its layout: what its communicators and the shell of its engine depend on.
 
 All else that an engine is built from is the job's: its model's specification and its optimizer's settings.
@@ -53,7 +53,7 @@ class Job:
     data_position: int = 0
     optimizer_steps: dict[str, int] = field(default_factory=dict)
     sync: WeightSync | None = None
-    idle_groups: list[GroupKey] = field(default_factory=list[GroupKey])
+    shells: list[ShellKey] = field(default_factory=list[ShellKey])
     engine_seconds: dict[str, float] = field(default_factory=dict[str, float])
     tolls: Tolls = HOST_TOLLS
     modes: dict[str, Mode] = field(default_factory=dict[str, Mode])
@@ -72,7 +72,7 @@ class Job:
         counts = self.pool.call_all("group_count")
         rank_sets = tuple(dict.fromkeys(stage.slots for stage in stages))
         used = {*rank_sets, *(stage.slots for _, stage in self.plan.stages())}
-        cached = {slots for _, slots, _ in self.idle_groups} - used
+        cached = {slots for _, slots, _ in self.shells} - used
         keep_count = max(IDLE_GROUPS - len(cached), 0)
         self.pool.call_all("align", rank_sets, max(counts.values()), frozenset(used | cached), keep_count)
 

@@ -11,7 +11,8 @@ class Meeting:
     """A listening store at `address`, on a `port` that was free.
 
     Slots that build a group wait here for their peers. When one of them fails or dies `close` ends the wait of the others
-    at once; a slot as host could not, because it may be one of those that wait. What is built needs the store no more.
+    at once; a slot as host could not, because it may be one of those that wait. Groups of gloo need the store no more once
+    they are built; NCCL asks it again when a group is first used, so it stays open as long as the world.
     """
 
     def __init__(self, address: str, timeout_seconds: float) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from nereus.fleet import CPU_SLOT, Fleet, Node
 from nereus.layout import Plan, StagePlan
 from nereus.runtime.fabric import program_of
-from nereus.runtime.job import GroupKey, Job
+from nereus.runtime.job import Job, ShellKey
 from nereus.runtime.transformation import GENERATION, Outcome, SlotChange
 from nereus.slices import Movement, Slice, join, movement
 from nereus.storage import emu_name
@@ -20,7 +20,7 @@ from nereus.transitions.programs import Stretch, stretches
 from nereus.transitions.proof import check
 
 GROUPS_PER_STAGE = 1_000  # names that the groups of one stage may use up
-CACHED_GROUPS = 4  # stages whose shells and communicators are kept because layouts come back
+CACHED_SHELLS = 4  # stages whose shells and communicators are kept because layouts come back
 EXPECTED_ENGINE_SECONDS = 0.3
 
 
@@ -63,8 +63,8 @@ class Planned:
         before, after = self.stages(self.transition.before), self.stages(self.transition.after)
         reused: set[str] = set()
         for emu, stage in after.items():
-            if emu != GENERATION and (key := (emu, stage.slots, stage.layout)) in job.idle_groups:
-                job.idle_groups.remove(key)
+            if emu != GENERATION and (key := (emu, stage.slots, stage.layout)) in job.shells:
+                job.shells.remove(key)
                 reused.add(emu)
         cached, evicted = self._cache(job, before)
         counts = {emu: first_count + GROUPS_PER_STAGE * number for number, emu in enumerate(after)}
@@ -84,20 +84,20 @@ class Planned:
         }
 
     @staticmethod
-    def _cache(job: Job, before: Mapping[str, StagePlan]) -> tuple[dict[str, GroupKey], tuple[GroupKey, ...]]:
+    def _cache(job: Job, before: Mapping[str, StagePlan]) -> tuple[dict[str, ShellKey], tuple[ShellKey, ...]]:
         """Old engines that are kept as shells, each key once, and those that make room for them."""
-        cached: dict[str, GroupKey] = {}
+        cached: dict[str, ShellKey] = {}
         for emu, stage in before.items():
             key = emu, stage.slots, stage.layout
-            if emu != GENERATION and key not in job.idle_groups:
+            if emu != GENERATION and key not in job.shells:
                 cached[emu] = key
-        keys = [*job.idle_groups, *cached.values()]
-        return cached, tuple(keys[: max(len(keys) - CACHED_GROUPS, 0)])
+        keys = [*job.shells, *cached.values()]
+        return cached, tuple(keys[: max(len(keys) - CACHED_SHELLS, 0)])
 
-    def cache_groups(self, job: Job) -> None:
+    def cache_shells(self, job: Job) -> None:
         """After the change: what `told` said about the cache is so."""
         cached, evicted = self._cache(job, self.stages(self.transition.before))
-        job.idle_groups = [key for key in (*job.idle_groups, *cached.values()) if key not in evicted]
+        job.shells = [key for key in (*job.shells, *cached.values()) if key not in evicted]
 
 
 def plan_change(job: Job, plan: Plan, room: Mapping[int, SlotRoom]) -> Planned:

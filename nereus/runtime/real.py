@@ -355,7 +355,7 @@ class RealWorld:
         self.pool.restart(command.slots)
         job.plan, job.sync = command.plan, None
         job.config = replace(job.config, fleet=replace(job.config.fleet, slots=command.slots))
-        job.idle_groups.clear()
+        job.shells.clear()
         self.pool.call_all("configure", self.config, str(self.folder.model))
         found, version = newest_good(self.folder.checkpoints), job.state_version
         other_states(job, restore(job, found.path, found.manifest))

@@ -58,7 +58,7 @@ def retreat(job: Job, lost: Sequence[int], *, committed: bool) -> dict[int, int]
     for steps in answers.values():
         job.optimizer_steps |= steps
     numbers = job.pool.drop(lost)
-    job.idle_groups.clear()
+    job.shells.clear()
     job.pool.rejoin()
     return numbers
 

@@ -30,7 +30,7 @@ from nereus.rollout import Completion, Request
 from nereus.runtime import digest, fabric, state
 from nereus.runtime.control import Control
 from nereus.runtime.fabric import Program, Traffic
-from nereus.runtime.job import IDLE_GROUPS, GroupKey
+from nereus.runtime.job import IDLE_GROUPS, ShellKey
 from nereus.runtime.ledger import ActivationMeter, Ledger, resident_bytes, settle
 from nereus.runtime.messages import PhaseResult, SlotMemory
 from nereus.runtime.objective import Objective
@@ -60,7 +60,7 @@ class Slot:
         self.world: ProcessWorld | None = None
         self.generation: GenerationEngine | None = None
         self.live: dict[str, TrainEngine] = {}
-        self.shells: dict[GroupKey, TrainEngine] = {}
+        self.shells: dict[ShellKey, TrainEngine] = {}
         self._writing: Writing | SaveState | None = None
         self._changing: Transformation | None = None
         self._retreated: dict[str, int] | None = None

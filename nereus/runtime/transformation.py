@@ -19,7 +19,7 @@ from nereus.errors import NereusError
 from nereus.layout import StagePlan
 from nereus.runtime import fabric, state
 from nereus.runtime.fabric import Program, Traffic
-from nereus.runtime.job import GroupKey
+from nereus.runtime.job import ShellKey
 from nereus.runtime.ledger import Ledger
 from nereus.runtime.shards import Reader, mapped, write_file
 from nereus.slices import Slice
@@ -51,7 +51,7 @@ class SlotChange:
     counts: Mapping[str, int]
     reused: frozenset[str]
     cached: frozenset[str]
-    evicted: tuple[GroupKey, ...]
+    evicted: tuple[ShellKey, ...]
     snapshots: Mapping[str, str]
 
 
@@ -377,7 +377,7 @@ def snapshot_name(emu: str, slot: int) -> str:
     return f"{emu}-slot-{slot:03d}.safetensors"
 
 
-def shell_name(key: GroupKey) -> str:
+def shell_name(key: ShellKey) -> str:
     """The ledger's name for what a cached shell holds: communicators and objects, no state."""
     emu, slots, layout = key
     return f"overhead.shell.{emu} {layout} {layout.distributed_optimizer} {slots}"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -82,17 +84,24 @@ def survivor(rank: int, port: int, finished: mp.SimpleQueue) -> None:
     finished.put(census().groups)
 
 
-def test_close_after_a_peer_died() -> None:
+@contextmanager
+def two(target: Callable[[int, int, mp.SimpleQueue], None]) -> Iterator[tuple[Meeting, mp.SimpleQueue]]:
+    """Two processes in a world, what they say, and that both end well."""
     context = mp.get_context("spawn")
-    finished = context.SimpleQueue()
-    meeting = Meeting("127.0.0.1", 20)
-    processes = [context.Process(target=survivor, args=(rank, meeting.port, finished)) for rank in range(2)]
+    said, meeting = context.SimpleQueue(), Meeting("127.0.0.1", 20)
+    processes = [context.Process(target=target, args=(rank, meeting.port, said)) for rank in range(2)]
     for process in processes:
         process.start()
+    yield meeting, said
     for process in processes:
         process.join(60)
     assert [process.exitcode for process in processes] == [0, 0]
-    assert finished.get() == 0
+
+
+def test_close_after_a_peer_died() -> None:
+    with two(survivor) as (_, said):
+        pass
+    assert said.get() == 0
 
 
 def waiter(rank: int, port: int, finished: mp.SimpleQueue) -> None:
@@ -109,16 +118,8 @@ def waiter(rank: int, port: int, finished: mp.SimpleQueue) -> None:
 
 
 def test_the_end_of_the_meeting_ends_the_wait_for_a_peer() -> None:
-    context = mp.get_context("spawn")
-    finished = context.SimpleQueue()
-    meeting = Meeting("127.0.0.1", 20)
-    processes = [context.Process(target=waiter, args=(rank, meeting.port, finished)) for rank in range(2)]
-    for process in processes:
-        process.start()
-    assert {finished.get(), finished.get()} == {"waits", 1}  # slot 1 has left: nobody comes
-    meeting.close()
-    assert finished.get() == "DistNetworkError"  # of the closed store, not DistStoreError, its timeout
-    assert finished.get() == 0
-    for process in processes:
-        process.join(20)
-        assert process.exitcode == 0
+    with two(waiter) as (meeting, said):
+        assert {said.get(), said.get()} == {"waits", 1}  # slot 1 has left: nobody comes
+        meeting.close()
+        assert said.get() == "DistNetworkError"  # of the closed store, not DistStoreError, its timeout
+        assert said.get() == 0
