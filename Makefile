@@ -26,7 +26,7 @@ bench-admission: setup  ## admission against the best in hindsight on synthetic 
 bench-checkpoints: setup  ## runs that are killed in the middle of a save or stopped, then resumed: minutes
 	@NEREUS_BENCH_CHECKPOINTS=1 OMP_NUM_THREADS=1 .venv/bin/python -m pytest tests/live/test_checkpoint_endings.py -s $(ARGS)
 
-bench-faults: setup  ## slots that die or fail at each kind of operation of a change, in each mode, and whole jobs that do: up to 20 minutes; ARGS: words of the cases
+bench-faults: setup  ## slots that die or fail at each kind of operation of a change, in each mode, and whole jobs that do: about 27 minutes; ARGS: words of the cases
 	@OMP_NUM_THREADS=1 .venv/bin/python -W ignore -m benchmarks.faults $(ARGS)
 	@[ -n "$(ARGS)" ] || NEREUS_BENCH_CHECKPOINTS=1 OMP_NUM_THREADS=1 .venv/bin/python -W ignore -m pytest -q -s tests/live/test_checkpoint_endings.py -k change
 

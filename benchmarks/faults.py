@@ -69,6 +69,20 @@ class Case:
         return {"sender": 0, "receiver": self.receiver, "bystander": self.receiver + 1}[self.role]
 
     @property
+    def part_done(self) -> bool:
+        """Whether the victim has nothing left to do before the commit, so that either version may be the journal's.
+
+        The receiver has verified all bytes then; the version that the journal names is checked as everywhere.
+        """
+        last = {"sender": ("verify",), "receiver": () if self.mode == "beside" else ("release",)}
+        return self.role == "bystander" or self.kind in last[self.role]
+
+    @property
+    def after_commit(self) -> bool:
+        """Whether the task comes after the commit; with a snapshot the old state goes before it, to make room."""
+        return self.kind in AFTER and not (self.kind == "release" and self.mode != "beside")
+
+    @property
     def slots(self) -> int:
         """How many slots the job needs."""
         return self.receiver + 2
@@ -143,7 +157,7 @@ def _who_is_left(case: Case, lost: dict[str, Any], back: dict[str, Any], slots: 
 
 
 def _what_stands(case: Case, back: dict[str, Any], truth: Truth, *, committed: bool) -> str:
-    if case.role != "bystander" and committed != (case.kind in AFTER):
+    if not case.part_done and committed != case.after_commit:
         return f"committed: {committed}"
     if back["state_version"] != int(committed):
         return f"version {back['state_version']} stands, committed: {committed}"
