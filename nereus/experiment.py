@@ -9,6 +9,7 @@ from typing import Literal
 from nereus.config import (
     AlgorithmConfig,
     ChangeConfig,
+    CheckpointConfig,
     Config,
     DataConfig,
     FleetConfig,
@@ -21,7 +22,7 @@ from nereus.config import (
     WarmupConfig,
 )
 
-System = Literal["nereus", "verl"]
+System = Literal["nereus", "verl", "openrlhf"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,8 +43,26 @@ class Workload:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Scene:
+    """Where a run takes place that is simulated: a fleet that stays, such as 16xh100, or the trace of one (a file) on a device.
+
+    `policy` decides on the plan as `nereus simulate` says; of another system it names the configuration, default or
+    tuned. Responses have `mean_tokens`, or follow the trace's curve, or that of the trace `curve` (a file).
+    """
+
+    fleet: str = ""
+    trace: str = ""
+    device: str = "h100"
+    policy: str = "fixed"
+    mean_tokens: float | None = None
+    curve: str = ""
+    notice_seconds: float = 0.0
+    checkpoint_steps: int = 10
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
-    """One cell of an experiment: system, workload, fleet, plan (with its scripted changes), seed.
+    """One cell of an experiment: system, workload, fleet, plan (with its scripted changes), seed; simulated in `scene`, if any.
 
     `variant` is the word that tells the run from its siblings in tables and figures; it is part of the content.
     """
@@ -56,11 +75,13 @@ class Run:
     plan: PlanConfig = field(default_factory=PlanConfig)
     changes: tuple[ChangeConfig, ...] = ()
     seed: int = 1
+    scene: Scene | None = field(default=None, repr=False)
 
     @property
     def run_id(self) -> str:
         """Readable, and different for any different content: quickstart_pair-live-s1-1a2b3c4d."""
-        digest = hashlib.sha256(repr(self).encode()).hexdigest()[:8]
+        content = repr(self) + (repr(self.scene) if self.scene else "")
+        digest = hashlib.sha256(content.encode()).hexdigest()[:8]
         return f"{self.experiment}-{self.variant}-s{self.seed}-{digest}"
 
     def config(self, folder: str) -> Config:
@@ -77,6 +98,7 @@ class Run:
             transfer=TransferConfig(),
             plan=self.plan,
             changes=self.changes,
+            checkpoint=CheckpointConfig(every_steps=self.scene.checkpoint_steps if self.scene else 0),
             logger=LoggerConfig(wandb="offline"),
         )
 

@@ -31,6 +31,7 @@ EXPERIMENTS, RUNS, TABLE = Path("experiments"), Path("runs"), "table.parquet"
 ACTIONS = ("list", "run", "status", "collect")
 OVERRIDABLE = ("model", "data", "rollout", "algorithm", "warmup", "fleet", "plan")  # the sections that a Run has
 DONE = 0
+STANDS_STILL = "stands still"  # a simulated run whose fleet never comes back is finished too
 
 RunJob = Callable[[Config, RunFolder, Display, StopSignal, Path | None], None]
 
@@ -126,7 +127,7 @@ def overridden(run: Run, overrides: Sequence[str]) -> Run:
         config = load_config(Path(file.name), list(overrides))
     changed = run_of(config, experiment=run.experiment, variant=run.variant, seed=run.seed)
     workload = replace(changed.workload, model_path=run.workload.model_path)
-    return replace(changed, system=run.system, workload=workload)
+    return replace(changed, system=run.system, workload=workload, scene=run.scene)
 
 
 def folder_of(run: Run) -> RunFolder:
@@ -139,7 +140,8 @@ def progress(run: Run) -> Progress:
     folder = folder_of(run)
     events = read_journal(folder.events) if folder.is_run() else []
     done_steps = sum(event["kind"] == "step_done" for event in events)
-    if events and events[-1]["kind"] == "run_stopped" and events[-1].get("reason") == "done":
+    ends = ("done",) if run.scene is None else ("done", STANDS_STILL)
+    if events and events[-1]["kind"] == "run_stopped" and events[-1].get("reason") in ends:
         return Progress(state="finished", done_steps=done_steps)
     with _lock(run, fcntl.LOCK_SH) as free:
         if not free:
@@ -171,11 +173,11 @@ def _status(runs: Sequence[Run]) -> int:
 def _run(name: str, runs: Sequence[Run], trainer: Trainer, command: str) -> int:
     """Carries out what is not finished, one after the other; what is wrong is told before the first starts."""
     for run in runs:
-        if run.system == "nereus" and progress(run).state != "finished":
+        if run.system == "nereus" and run.scene is None and progress(run).state != "finished":
             trainer.check(run.config(str(RUNS / name)))
     for number, run in enumerate(runs, start=1):
         head = f"run {number} of {len(runs)}, {run.run_id}"
-        if run.system != "nereus":
+        if run.system != "nereus" and run.scene is None:
             print(f"{head}: is {run.system}'s, not carried out here")
             continue
         with _lock(run, fcntl.LOCK_EX) as free:
@@ -191,8 +193,14 @@ def _run(name: str, runs: Sequence[Run], trainer: Trainer, command: str) -> int:
 
 def _run_one(head: str, run: Run, trainer: Trainer, command: str) -> int:
     aside = _set_aside(folder_of(run).path)
-    print(f"\n{head}{f' (what was interrupted is now {aside})' if aside else ''}", flush=True)
+    line = f"{head}{f' (what was interrupted is now {aside})' if aside else ''}"
     provenance = provenance_of(command)
+    if run.scene is not None:
+        from nereus.cli.simulated import simulate_run  # numpy, scipy and simpy
+
+        print(f"{line}: {simulate_run(run, RUNS / run.experiment, provenance)}", flush=True)
+        return DONE
+    print(f"\n{line}", flush=True)
 
     def job(config: Config, folder: RunFolder, display: Display, stop: StopSignal, rollouts: Path | None) -> None:
         write_record(folder.path, run, provenance)

@@ -82,7 +82,8 @@ def simulate(arguments: Namespace) -> int:
 def _one(arguments: Namespace, config: Config, policy: str, *, several: bool) -> Outcome:
     truth = Truth(seed=arguments.seed)
     trace = read_trace(Path(arguments.trace)) if arguments.trace else None
-    moments = fleet_of(arguments, config, trace, truth)
+    fleet = arguments.fleet or ("" if trace else f"{config.fleet.slots}x{arguments.device}")
+    moments = fleet_of(fleet, trace, arguments.device, truth)
     plan = starting_plan(config, moments[0].fleet)
     if several:
         config = replace(config, run=replace(config.run, name=f"{config.run.name}-{policy}"))
@@ -100,7 +101,7 @@ def _one(arguments: Namespace, config: Config, policy: str, *, several: bool) ->
             config=config,
             first=plan,
             moments=moments,
-            workload=workload_of(config, arguments.mean_tokens, trace, arguments.seed),
+            workload=workload_of(config, arguments.mean_tokens, trace.lengths if trace else None, arguments.seed),
             truth=truth,
             journal=journal,
             metrics=metrics,
@@ -121,15 +122,15 @@ def controller_for(policy: str, config: Config, plan: Plan, fleet: Fleet) -> Any
     return AdaptiveController(plan=plan, fleet=fleet, last_step=config.run.steps, policy=RULES[policy](plan))
 
 
-def fleet_of(arguments: Namespace, config: Config, trace: FleetTrace | None, truth: Truth) -> tuple[Moment, ...]:
-    """The fleet over time that the options name."""
-    if arguments.device not in DEVICES:
-        raise ConfigError("--device", arguments.device, near(arguments.device, DEVICES))
-    if trace is not None:
-        if arguments.fleet:
-            raise ConfigError("--fleet", arguments.fleet, "expected either --fleet or --trace")
-        return play(trace, DEVICES[arguments.device], truth)
-    return steady(parse_fleet(arguments.fleet or f"{config.fleet.slots}x{arguments.device}"))
+def fleet_of(fleet: str, trace: FleetTrace | None, device: str, truth: Truth) -> tuple[Moment, ...]:
+    """The fleet over time: `fleet`, such as 16xh100, stays; a trace is played on `device`."""
+    if device not in DEVICES:
+        raise ConfigError("--device", device, near(device, DEVICES))
+    if trace is None:
+        return steady(parse_fleet(fleet))
+    if fleet:
+        raise ConfigError("--fleet", fleet, "expected either --fleet or --trace")
+    return play(trace, DEVICES[device], truth)
 
 
 def starting_plan(config: Config, fleet: Fleet) -> Plan:
@@ -145,15 +146,12 @@ def starting_plan(config: Config, fleet: Fleet) -> Plan:
     return found
 
 
-def workload_of(config: Config, mean_tokens: float | None, trace: FleetTrace | None, seed: int) -> SimWorkload:
-    """Lengths by the option, else by the trace's curve, else a share of the cap."""
+def workload_of(config: Config, mean_tokens: float | None, curve: LengthCurve | None, seed: int) -> SimWorkload:
+    """Lengths by the option, else by a curve, such as the trace's, else a share of the cap."""
     data = config.data
-    curve: LengthCurve
     if mean_tokens is not None:
         curve = constant(mean_tokens)
-    elif trace is not None and trace.lengths is not None:
-        curve = trace.lengths
-    else:
+    elif curve is None:
         curve = constant(MEAN_RESPONSE_SHARE * data.max_response_tokens)
     return SimWorkload(
         algorithm="ppo" if config.algorithm.adv_estimator == "gae" else "grpo",

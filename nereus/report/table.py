@@ -69,7 +69,8 @@ def collected(runs: Sequence[tuple[Run, Path]]) -> pl.DataFrame:
 def source_of(runs: Sequence[tuple[Run, Path]], *, command: str, sample: bool) -> Source:
     """The source of a table of these runs."""
     known = {run.run_id: read_provenance(folder) for run, folder in runs}
-    return Source(command=command, measured=True, sample=sample, runs=known)
+    measured = all(run.scene is None for run, _ in runs)
+    return Source(command=command, measured=measured, sample=sample, runs=known)
 
 
 def write_table(table: pl.DataFrame, source: Source, path: Path) -> None:
@@ -118,8 +119,9 @@ def _rows(run: Run, folder: Path) -> Iterator[Row]:
     record = RunFolder(path=folder)
     metrics = read_metrics(record.metrics)
     steps = [row.get(STEP, math.nan) for row in metrics]
-    if steps != list(range(1, run.workload.steps + 1)):
-        raise JournalError(f"{record.metrics}: expected the steps 1 to {run.workload.steps}, found {steps}")
+    last = run.workload.steps if run.scene is None else len(steps)  # a simulated run may stand still for ever
+    if steps != list(range(1, last + 1)):
+        raise JournalError(f"{record.metrics}: expected the steps 1 to {last}, found {steps}")
     summary = fold(read_journal(record.events), metrics, folder)
     head = (run.run_id, run.experiment, run.variant, run.system, run.seed)
     for metric, value in _of_run(summary).items():

@@ -297,3 +297,45 @@ def test_a_table_of_another_shape_is_refused(command: Command) -> None:
             read_table(Path(f"{name}.parquet"))
     with pytest.raises(ConfigError, match="--out"):
         write_table(pl.DataFrame(schema=SCHEMA), source, path / "below")
+
+
+SIMULATED = f"""
+from dataclasses import replace
+from pathlib import Path
+from nereus.cli.load import load_config
+from nereus.experiment import Scene, run_of
+def runs():
+    words = ["data.prompts_per_step=16", "run.steps=2"]
+    config = load_config(Path("{Path(__file__).parents[2] / "experiments" / "traces" / "ppo_8b.yaml"}"), words)
+    run = run_of(config, experiment="paper", variant="short", seed=1)
+    scene = Scene(fleet="64xh100", mean_tokens=200.0)
+    return tuple(
+        replace(run, variant=name, scene=replace(scene, mean_tokens=mean))
+        for name, mean in (("short", 200.0), ("long", 2000.0))
+    )
+"""
+
+
+def test_runs_of_a_scene_are_simulated(command: Command, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("experiments/paper.py").write_text(SIMULATED)
+
+    def never(*_: object) -> None:
+        raise AssertionError("a simulated run took place")
+
+    assert command("run", "paper", job=never) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(": ")[1].split(" in ")[0] for line in lines] == ["simulated 2 steps"] * 2
+    runs = chosen_runs("paper", [], None)
+    assert [read_run(folder_of(run).path) for run in runs] == list(runs)
+    assert command("run", "paper", job=never) == 0
+    assert capsys.readouterr().out.count("finished, skipped") == 2
+    assert command("collect", "paper") == 0
+    table, source = read_table(Path("runs/paper/table.parquet"))
+    assert not source.measured
+    seconds = table.filter(pl.col("metric") == "timing_s/step").group_by("variant").agg(pl.col("value").mean())
+    known = dict(seconds.iter_rows())
+    assert known["long"] > 2 * known["short"]
+    events = folder_of(runs[0]).events.read_bytes()
+    folder_of(runs[0]).path.rename("aside")
+    assert command("run", "paper", job=never) == 0
+    assert folder_of(runs[0]).events.read_bytes() == events

@@ -18,7 +18,7 @@ RUN = Run(experiment="e", variant="v")
         ("seed", "1", "expected int @ $.seed"),
         ("seed", True, "expected int @ $.seed"),
         ("sede", 1, "extra fields found (sede)"),
-        ("system", "openrlhf", "$.system"),
+        ("system", "openrhlf", "$.system"),
         ("changes", [{"step": 2, "plan": {"actor_train": {"tpp": 1}}}], "$.changes[0].plan.actor_train"),
     ],
 )
