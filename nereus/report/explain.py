@@ -15,8 +15,10 @@ from nereus.control.written import CLASS, plan_of
 from nereus.errors import JournalError
 from nereus.layout import Plan
 from nereus.memory import plan_peaks
+from nereus.report.deciding import Deciding, deciding, deciding_lines
 from nereus.report.plan_text import bytes_text
 from nereus.report.record import structured
+from nereus.report.summary import seconds_of_training
 
 Record = Mapping[str, Any]
 
@@ -72,8 +74,8 @@ class Explanation:
     config: Config
     plans: Mapping[str, Plan]
     decisions: tuple[Explained, ...]
-    controller_seconds: float | None
-    run_seconds: float
+    deciding: Deciding | None
+    training_seconds: float
     searches: tuple[Record, ...]
 
     def peak_bytes(self, plan_id: str) -> int:
@@ -116,13 +118,12 @@ def explained(records: Sequence[Record]) -> Explanation:
             )
     if config is None or not plans:
         raise JournalError("the run has no controller to explain: its nereus.policy is script")
-    ended = [record for record in records if record["kind"] == "control_ended"]
     return Explanation(
         config=config,
         plans=plans,
         decisions=tuple(decisions),
-        controller_seconds=sum(float(each["seconds"]) for each in ended) if ended else None,
-        run_seconds=float(records[-1]["at_seconds"]) - float(records[0]["at_seconds"]),
+        deciding=deciding(records),
+        training_seconds=seconds_of_training(records),
         searches=tuple(done),
     )
 
@@ -169,7 +170,7 @@ def render(explanation: Explanation, step: int | None = None) -> str:
         if not chosen:
             return f"nothing was decided before step {step} or earlier\n"
     lines = [line for each in chosen for line in (*_lines(explanation, each), "")]
-    return "\n".join([*lines, *_foot(explanation)]) + "\n"
+    return "\n".join([*lines, *deciding_lines(explanation.deciding, explanation.training_seconds)]) + "\n"
 
 
 def _lines(explanation: Explanation, one: Explained) -> Iterator[str]:
@@ -248,12 +249,3 @@ def _turned_out(one: Explained, outcome: Outcome) -> Iterator[str]:
             f"              probation: {ended['verdict']}, {ended['predicted_ratio']:.2f} of the prediction, "
             f"{ended['before_ratio']:.2f} of the plan before on the same tokens"
         )
-
-
-def _foot(explanation: Explanation) -> Iterator[str]:
-    spent = sum(float(each["processor_seconds"]) for each in explanation.searches)
-    count = len(explanation.searches)
-    yield f"{count} searches took {spent:.2f} s of processor beside the job"
-    if explanation.controller_seconds is not None and explanation.run_seconds > 0:
-        share = explanation.controller_seconds / explanation.run_seconds
-        yield f"deciding took {explanation.controller_seconds:.3f} s in the job's way, {share:.3%} of the run"

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
+from nereus.report.deciding import Deciding, deciding, deciding_lines
 from nereus.report.display import bytes_text, change_text, in_order
 from nereus.report.predictions import PredictionSummary, prediction_lines, predictions
 from nereus.runtime.journal import RunFolder, read_journal
@@ -102,6 +103,7 @@ class Summary:
     peak_ledger_bytes: Mapping[str, int]
     resumed_steps: tuple[int, ...] = ()
     predicted: PredictionSummary | None = None
+    deciding: Deciding | None = None
 
 
 def summarise(folder: Path) -> Summary:
@@ -115,7 +117,7 @@ def fold(events: Sequence[Event], metrics: Sequence[Row], folder: Path) -> Summa
     """The summary that `events` and `metrics` (one row a step, in order) tell: pure."""
     stopped = _last(_since_resumed(events), "run_stopped")
     transitions = tuple(_transitions(events, metrics))
-    training_seconds = _end(events) - _training_start(events) - _idle_seconds(events)
+    training_seconds = seconds_of_training(events)
     paused_seconds = sum(_known(entry.pause_seconds for entry in transitions))
     changing_seconds = paused_seconds + sum(sum(entry.interleaved_seconds.values()) for entry in transitions)
     return Summary(
@@ -138,7 +140,13 @@ def fold(events: Sequence[Event], metrics: Sequence[Row], folder: Path) -> Summa
         peak_ledger_bytes=_peaks(metrics),
         resumed_steps=tuple(_count(event.get("step")) for event in events if event.get("kind") == RESUMED),
         predicted=predictions(events),
+        deciding=deciding(events),
     )
+
+
+def seconds_of_training(events: Sequence[Event]) -> float:
+    """From the beginning of the first step to the last event, less what lay between an end and the next step."""
+    return _end(events) - _training_start(events) - _idle_seconds(events)
 
 
 def reward_gain(metrics: Sequence[Row]) -> RewardGain | None:
@@ -159,7 +167,8 @@ def reward_gain(metrics: Sequence[Row]) -> RewardGain | None:
 
 def render(summary: Summary) -> str:
     """The text of `summary`, for people."""
-    blocks = [_head(summary), _phases(summary), _moves(summary), _sync(summary), _memory(summary)]
+    blocks = [_head(summary), _phases(summary), _moves(summary)]
+    blocks += [deciding_lines(summary.deciding, summary.training_seconds), _sync(summary), _memory(summary)]
     blocks += [prediction_lines(summary.predicted), _places(summary)]
     return "\n\n".join("\n".join(block) for block in blocks if block) + "\n"
 

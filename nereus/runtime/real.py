@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -77,6 +77,7 @@ class RealWorld:
     stop: Stop
     recorded: Path | None = None
     resumption: Resumption | None = None
+    deciding_seconds: Callable[[], float] | None = None  # what a controller has taken of the job so far
     records: list[StepRecord] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -257,6 +258,9 @@ class RealWorld:
             "plan/state_version": float(self.job.state_version),
             "fleet/slots": float(len(self.pool.numbers)),
         }
+        if self.deciding_seconds is not None:
+            record.metrics["controller/deciding_s"] = self.deciding_seconds()
+            record.metrics["controller/searching_processor_s"] = self.searches.processor_seconds
         changes = self.changing.done
         done = changes[-1] if changes and changes[-1].step == step else None
         record.metrics["timing_s/transition"] = done.pause_seconds if done else 0.0

@@ -110,7 +110,9 @@ def commander(world: RealWorld, ending: ExitStack) -> Commander:
         journal=world.journal,
         beliefs=lambda: world.observer.state,
         hosts=lambda: world.pool.hosts,
+        asked_seconds=lambda: world.searches.seconds,
     )
+    world.deciding_seconds = lambda: steering.spent_seconds
     ending.callback(steering.close)
     return steering
 

@@ -17,8 +17,9 @@ from nereus.control.records import SearchRequest
 LENGTH_BYTES = 8
 NICENESS = 19
 Question = tuple[int, SearchRequest, Ground, int]
-Answer = tuple[int, Proposal | str, float, float]
-"""Search number, what was found or the error, seconds on the clock and of processor."""
+Answer = tuple[int, Proposal | str, float, float, float]
+"""Search number, what was found or the error, its seconds on the clock and of processor, and the processor's since the
+answer before it (at first since the process began, with its imports)."""
 
 
 def send(stream: BinaryIO, value: object) -> None:
@@ -48,8 +49,8 @@ def _exactly(stream: BinaryIO, size_bytes: int) -> bytes:
     return found
 
 
-def answer(question: Question) -> Answer:
-    """Carries out one search."""
+def answer(question: Question, answered_seconds: float = 0.0) -> Answer:
+    """Carries out one search; `answered_seconds` is the processor's time at the answer before it."""
     search_id, request, ground, budget = question
     started, worked = time.monotonic(), time.process_time()
     found: Proposal | str
@@ -57,16 +58,20 @@ def answer(question: Question) -> Answer:
         found = propose(request, ground, budget)
     except Exception as error:  # noqa: BLE001  # a process's main: the job goes on and the journal says why
         found = f"{type(error).__name__}: {error}"
-    return search_id, found, time.monotonic() - started, time.process_time() - worked
+    ended = time.process_time()
+    return search_id, found, time.monotonic() - started, ended - worked, worked - answered_seconds
 
 
 def main() -> None:
     """Answers until the other side closes."""
     os.nice(NICENESS)
     questions, answers = sys.stdin.buffer, sys.stdout.buffer
+    answered_seconds = 0.0
     while (question := receive(questions)) is not None:
+        found = answer(question, answered_seconds)  # type: ignore[arg-type]
+        answered_seconds += found[3] + found[4]
         try:
-            send(answers, answer(question))  # type: ignore[arg-type]
+            send(answers, found)
         except BrokenPipeError:
             return
 

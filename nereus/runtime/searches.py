@@ -7,7 +7,8 @@ import select
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -35,13 +36,19 @@ class Seek:
 
 
 class Searches:
-    """The process and what it was asked. `poll` never waits, `wait` does; `close` ends the process."""
+    """The process and what it was asked. `poll` never waits, `wait` does; `close` ends the process.
+
+    `seconds` is what asking, polling and waiting took of the caller; `processor_seconds` what the answered searches took
+    of the process's processor, its imports included.
+    """
 
     def __init__(self, job: Job, journal: Journal) -> None:
         self._job, self._journal = job, journal
         self._room: Mapping[int, SlotRoom] = {}
         self._pending: list[int] = []
         self._process: subprocess.Popen[bytes] | None = None
+        self.seconds = 0.0
+        self.processor_seconds = 0.0
 
     def start(self) -> None:
         """Starts the process, so that its imports are done when the first search comes."""
@@ -58,6 +65,18 @@ class Searches:
 
     def begin(self, seek: Seek) -> None:
         """Asks. The slots are asked for their room, which takes milliseconds."""
+        with self._counted():
+            self._ask(seek)
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds += time.perf_counter() - started
+
+    def _ask(self, seek: Seek) -> None:
         if not seek.torn:
             self._room = {seek.ids[slot]: room for slot, room in self._job.pool.call_all("room").items()}
         request = seek.search.request
@@ -97,24 +116,29 @@ class Searches:
     def _taken(self, timeout_seconds: float) -> SearchDone | None:
         if not self._pending or self._process is None or self._process.stdout is None:
             return None
-        ready, _, _ = select.select([self._process.stdout], [], [], timeout_seconds)
-        if not ready:
-            return None
-        found = cast("Answer | None", receive(self._process.stdout))  # type: ignore[arg-type]
-        if found is None:
-            code = self._process.wait()
-            self._process = None
-            return self._done(self._pending[0], f"the searching process ended with code {code}", 0.0, 0.0)
-        return self._done(*found)
+        with self._counted():
+            ready, _, _ = select.select([self._process.stdout], [], [], timeout_seconds)
+            if not ready:
+                return None
+            found = cast("Answer | None", receive(self._process.stdout))  # type: ignore[arg-type]
+            if found is None:
+                code = self._process.wait()
+                self._process = None
+                return self._done(self._pending[0], f"the searching process ended with code {code}", 0.0, 0.0, 0.0)
+            return self._done(*found)
 
-    def _done(self, search_id: int, found: Proposal | str, seconds: float, processor_seconds: float) -> SearchDone:
+    def _done(
+        self, search_id: int, found: Proposal | str, seconds: float, processor_seconds: float, between_seconds: float
+    ) -> SearchDone:
         self._pending.remove(search_id)
+        self.processor_seconds += processor_seconds + between_seconds
         failed = isinstance(found, str)
         self._journal.append(
             "search_done",
             search_id=search_id,
             seconds=seconds,
             processor_seconds=processor_seconds,
+            between_processor_seconds=between_seconds,
             evaluated_count=0 if failed else found.evaluated_count,
             priced_count=0 if failed else found.priced_count,
             finished=not failed and found.finished,

@@ -70,13 +70,17 @@ Order = Command | Seek | Relaunch
 
 @dataclass(kw_only=True)
 class Steering:
-    """Has the face of the scripted controller: `handle(event) -> commands`. `seconds` is what deciding took in all."""
+    """Has the face of the scripted controller: `handle(event) -> commands`. `seconds` is what that took in all.
+
+    `asked_seconds` says what asking for searches, and waiting for them, took of the job beyond that.
+    """
 
     config: Config
     plan: Plan
     journal: Journal
     beliefs: Callable[[], Observed]
     hosts: Callable[[], Mapping[int, int]]
+    asked_seconds: Callable[[], float] = lambda: 0.0
     seconds: float = 0.0
     ids: tuple[int, ...] = ()
     lost_slots: tuple[int, ...] | None = None  # in the pool's numbers, until the job has recovered
@@ -89,6 +93,18 @@ class Steering:
 
     def handle(self, event: Told) -> tuple[Order, ...]:
         """The world's commands that follow from the world's event; InvalidEvent as the controller's."""
+        started = time.perf_counter()
+        try:
+            return self._handled(event)
+        finally:
+            self.seconds += time.perf_counter() - started
+
+    @property
+    def spent_seconds(self) -> float:
+        """What deciding held the job up so far: all of `handle`, its journal included, and what searches were waited for."""
+        return self.seconds + self.asked_seconds()
+
+    def _handled(self, event: Told) -> tuple[Order, ...]:
         match event:
             case JobReady():
                 return self._begun(event)
@@ -115,7 +131,9 @@ class Steering:
     def close(self) -> None:
         """Writes down what deciding took."""
         if self.controller is not None:
-            self.journal.append("control_ended", seconds=self.seconds, transitions=self.controller.transitions_count)
+            self.journal.append(
+                "control_ended", seconds=self.spent_seconds, transitions=self.controller.transitions_count
+            )
 
     # -- events -------------------------------------------------------------------------------------------------------
 
@@ -224,13 +242,10 @@ class Steering:
 
     def _tell(self, event: AdaptiveEvent) -> tuple[Order, ...]:
         """Tells the controller, writes down what it was told and what came of it, and gives the world its orders."""
-        controller = self._controller
-        started = time.perf_counter()
         commands: tuple[AdaptiveCommand, ...] = ()
         try:
-            commands = controller.handle(event)
+            commands = self._controller.handle(event)
         finally:
-            self.seconds += time.perf_counter() - started
             self.journal.append("told", event=written(event))
         orders: list[Order] = []
         for command in commands:

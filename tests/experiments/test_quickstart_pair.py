@@ -30,10 +30,13 @@ def test_two_variants_with_two_seeds(runs: tuple[Run, ...]) -> None:
         validate(run.config("runs"))
 
 
-def test_it_is_the_quickstart(runs: tuple[Run, ...]) -> None:
-    config, quickstart = runs[0].config("runs"), load_config(ROOT / "experiments/quickstart.yaml", [])
-    assert replace(config, run=quickstart.run, logger=quickstart.logger) == quickstart
-    assert config.run.steps == quickstart.run.steps
+def test_it_is_the_quickstart_with_a_script_in_place_of_the_controller(runs: tuple[Run, ...]) -> None:
+    config, scripted = runs[0].config("runs"), load_config(ROOT / "experiments/scripted.yaml", [])
+    assert replace(config, run=scripted.run, logger=scripted.logger) == scripted
+    assert config.run.steps == scripted.run.steps
+    quickstart = load_config(ROOT / "experiments/quickstart.yaml", [])
+    assert (quickstart.nereus.policy, quickstart.changes) == ("nereus", ())
+    assert replace(quickstart, run=scripted.run, nereus=scripted.nereus, changes=scripted.changes) == scripted
 
 
 def test_ids_are_a_function_of_content(runs: tuple[Run, ...]) -> None:

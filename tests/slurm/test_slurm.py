@@ -23,12 +23,12 @@ from nereus.runtime.journal import read_journal, read_lines
 from tests.live.scene import S, changes, config
 from tests.slurm.conftest import local_cluster
 
-QUICKSTART = "experiments/quickstart.yaml"
+SCRIPTED = "experiments/scripted.yaml"
 CHANGES = (
     "[{step: 2, plan: {actor_train: {pp: 2, dp: 2, micro_batch: 16}, critic_train: {dp: 4, micro_batch: 16}, "
     "actor_generate: {dp: 4}}}, {step: 4, plan: {actor_train: {dp: 4, micro_batch: 16}}}]"
 )
-SHORT = ["run.steps=4", "warmup.steps=20", f"changes={CHANGES}"]  # the quickstart with its changes, less warm-up
+SHORT = ["run.steps=4", "warmup.steps=20", f"changes={CHANGES}"]  # its changes, earlier, and less warm-up
 LONG = replace(
     config(),
     run=RunConfig(name="long", seed=1, steps=500),
@@ -114,14 +114,14 @@ def long_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Iterator[Job
 
 
 def test_two_nodes_do_what_one_machine_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The quickstart, shortened, on two nodes of two slots and here: the same changes, bytes and rewards."""
-    job = submit(capsys, QUICKSTART, "--nodes=2", "--slots-per-node=2", f"run.folder={tmp_path}/there", *SHORT)
+    """Scripted changes on two nodes of two slots and here: the same changes, bytes and rewards."""
+    job = submit(capsys, SCRIPTED, "--nodes=2", "--slots-per-node=2", f"run.folder={tmp_path}/there", *SHORT)
     assert job.ended() == "COMPLETED", job.output()
-    assert "quickstart: done, 4 of 4 steps" in job.output()
+    assert "scripted: done, 4 of 4 steps" in job.output()
     assert [(job.folder / f"ray-n{n}.log").exists() for n in (1, 2)] == [True, True]
-    command = [sys.executable, "-m", "nereus.cli.main", "train", QUICKSTART, f"run.folder={tmp_path}/here", *SHORT]
+    command = [sys.executable, "-m", "nereus.cli.main", "train", SCRIPTED, f"run.folder={tmp_path}/here", *SHORT]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    there, here = (tmp_path / place / "quickstart" for place in ("there", "here"))
+    there, here = (tmp_path / place / "scripted" for place in ("there", "here"))
     assert moved(summarise(there)) == moved(summarise(here))
     assert len(moved(summarise(there))) == 2
     rewards = [[line["critic/score/mean"] for line in read_lines(run / "metrics.jsonl")] for run in (there, here)]
@@ -179,16 +179,16 @@ def record(run: Path) -> tuple[list[dict[str, object]], int]:
 def test_what_slurm_cannot_give_is_refused_with_the_reason(
     words: list[str], said: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["submit", QUICKSTART, f"run.folder={tmp_path}", *words]) in (1, 2)
+    assert main(["submit", SCRIPTED, f"run.folder={tmp_path}", *words]) in (1, 2)
     error = capsys.readouterr().err
     assert [word for word in said if word not in error] == [], error
     assert not list(tmp_path.glob("submissions/*"))
 
 
 def test_a_dry_run_prints_the_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["submit", QUICKSTART, "--dry-run", "--nodes=2", "--gpus-per-node=2", f"run.folder={tmp_path}"]) == 0
+    assert main(["submit", SCRIPTED, "--dry-run", "--nodes=2", "--gpus-per-node=2", f"run.folder={tmp_path}"]) == 0
     printed = capsys.readouterr().out
-    folder = tmp_path / "submissions" / "quickstart"
+    folder = tmp_path / "submissions" / "scripted"
     assert printed.startswith(f"# {folder}/config.yaml\n# {folder}/nereus.sbatch\n#!/usr/bin/env bash\n#SBATCH")
     assert "#SBATCH --gpus-per-node=2\n" in printed
     assert not re.findall(r"@[A-Z_]+@", printed)
