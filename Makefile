@@ -2,7 +2,7 @@ CONFIG ?= experiments/quickstart.yaml
 ARGS ?=
 EXPERIMENT ?= quickstart_pair
 
-.PHONY: run test experiments analysis slurm-test bench-admission bench-checkpoints bench-faults bench-plan bench-planner bench-transition baselines-check check setup clean
+.PHONY: run test experiments analysis slurm-test bench-admission bench-checkpoints bench-faults bench-plan bench-planner bench-transition baselines-check gpu-contract check setup clean
 
 run: setup  ## train CONFIG (dotted overrides in ARGS)
 	@.venv/bin/nereus train $(CONFIG) $(ARGS)
@@ -42,6 +42,9 @@ bench-transition: setup  ## transitions in numbers: random graphs (ARGS: [instan
 
 baselines-check: setup  ## verl's own parser judges our command lines (own environment in build/verl, 1 GB; needs the index once)
 	@.venv/bin/python -m baselines.verl.check
+
+gpu-contract: setup  ## what the engines touch of Megatron-core, vLLM and Ray, in their newest wheels (0.4 GB, not installed); ARGS: --offline --resolve
+	@.venv/bin/python -m scripts.gpu_contract $(ARGS)
 
 check: setup  ## ruff, pyright, import rule
 	@bash scripts/check
