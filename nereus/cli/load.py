@@ -176,9 +176,9 @@ def _escaped(value: Any) -> Any:
 
 def _of(kind: Any) -> str:
     """The words for a list's entries."""
-    return (
-        " of whole numbers, such as [0, 1]" if kind is int else f" of mappings with the keys {', '.join(_keys(kind))}"
-    )
+    if kind is int:
+        return " of whole numbers, such as [0, 1]"
+    return " of texts, such as ['...']" if kind is str else f" of mappings with the keys {', '.join(_keys(kind))}"
 
 
 def _keys(kind: Any) -> list[str]:

@@ -19,6 +19,7 @@ from nereus.report.deciding import Deciding, deciding, deciding_lines
 from nereus.report.plan_text import bytes_text
 from nereus.report.record import structured
 from nereus.report.summary import seconds_of_training
+from nereus.report.verdict import is_change, verdict
 
 Record = Mapping[str, Any]
 
@@ -64,23 +65,27 @@ class Explained:
     @property
     def taken(self) -> bool:
         """Whether the plan was changed."""
-        return "chosen" in self.admission and not self.entry["dry"]
+        return is_change(self.entry) and not self.entry["dry"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Explanation:
-    """Every decision of a run, and the plans that its journal speaks of, by name."""
+    """Every decision of a run, and the plans that its journal speaks of, by name.
+
+    `peak_bytes` is the predicted peak of the fullest slot under each plan, without margin.
+    """
 
     config: Config
     plans: Mapping[str, Plan]
+    peak_bytes: Mapping[str, int]
     decisions: tuple[Explained, ...]
     deciding: Deciding | None
     training_seconds: float
-    searches: tuple[Record, ...]
 
-    def peak_bytes(self, plan_id: str) -> int:
-        """The predicted peak of the fullest slot under a plan, without margin."""
-        return max(peak.total_bytes for peak in plan_peaks(self.config, self.plans[plan_id]))
+    @property
+    def texts(self) -> dict[str, str]:
+        """The plans as text, by name."""
+        return {name: str(plan) for name, plan in self.plans.items()}
 
 
 def explained(records: Sequence[Record]) -> Explanation:
@@ -111,26 +116,26 @@ def explained(records: Sequence[Record]) -> Explanation:
                 Explained(
                     line_id=int(record["seq"]),
                     entry=record["entry"],
-                    search=next((each for each in done if each["search_id"] == number), None),
+                    search=next((each for each in reversed(done) if each["search_id"] == number), None),
                     asked=asked.get(number),
                     outcome=_outcome(records[index + 1 :], record["entry"]),
                 )
             )
-    if config is None or not plans:
+    if config is None or (config.nereus.policy == "script" and not plans):
         raise JournalError("the run has no controller to explain: its nereus.policy is script")
     return Explanation(
         config=config,
         plans=plans,
+        peak_bytes={name: max(peak.total_bytes for peak in plan_peaks(config, plan)) for name, plan in plans.items()},
         decisions=tuple(decisions),
         deciding=deciding(records),
         training_seconds=seconds_of_training(records),
-        searches=tuple(done),
     )
 
 
 def _outcome(later: Sequence[Record], entry: Record) -> Outcome | None:
     """What the records after a change say of it."""
-    if "chosen" not in entry["admission"] or entry["dry"]:
+    if not is_change(entry) or entry["dry"]:
         return None
     steps: list[Record] = []
     state, pause, lost, probation = "under way", 0.0, 0.0, None
@@ -170,82 +175,96 @@ def render(explanation: Explanation, step: int | None = None) -> str:
         if not chosen:
             return f"nothing was decided before step {step} or earlier\n"
     lines = [line for each in chosen for line in (*_lines(explanation, each), "")]
+    if any(each.entry["weighed"] for each in chosen):
+        lines += [LEGEND, ""]
+    if not chosen:
+        lines = ["nothing has been decided yet", ""]
     return "\n".join([*lines, *deciding_lines(explanation.deciding, explanation.training_seconds)]) + "\n"
 
 
+LEGEND = (
+    "step: expected of a plan, ± its deviation; gain: what it saves over the expected steps, less the price; surely: "
+    "that less its deviation;\nfullest slot: expected peak memory; *: the plan that was taken or came nearest"
+)
+
+
 def _lines(explanation: Explanation, one: Explained) -> Iterator[str]:
+    yield f"before step {one.step}: {verdict(one.entry, explanation.texts)}"
+    for name, text in facts(explanation, one):
+        yield f"  {name:<11} {text}"
+    if one.entry["weighed"]:
+        yield from _table(explanation, one)
+    if one.outcome is not None:
+        lines = turned_out(one, one.outcome)
+        yield f"  {'turned out':<11} {lines[0]}"
+        yield from (f"  {'':<11} {line}" for line in lines[1:])
+
+
+def facts(explanation: Explanation, one: Explained) -> Iterator[tuple[str, str]]:
+    """(name, text) of what was known: the present plan, how long a plan is expected to last, the search."""
     entry = one.entry
-    yield f"before step {one.step}, policy {entry['policy']}: {verdict(explanation, one)}"
-    present = explanation.plans.get(entry["plan_id"])
-    yield f"  present     {present or entry['plan_id']}"
+    present = entry["plan_id"]
+    yield "present", f"{present}  {explanation.plans.get(present, '')}"
     if entry["present_seconds"] is not None:
-        yield (
-            f"              {entry['present_seconds']:.3f} s a step expected, steps scatter by {entry['noise_share']:.1%}, "
-            f"{bytes_text(explanation.peak_bytes(entry['plan_id']))} on the fullest slot"
-        )
+        expected = f"{entry['present_seconds']:.3f} s a step expected, steps scatter by {entry['noise_share']:.1%}"
+        yield "", f"{expected}, {bytes_text(explanation.peak_bytes[present])} on the fullest slot"
     if (horizon := entry["horizon"]) is not None:
-        ends = f"{horizon['seen_count']:.1f} plans' lives ended in {horizon['seen_steps']:.0f} steps"
-        yield f"  horizon     {horizon['expected_steps']:.1f} of {horizon['remaining_steps']} steps that are left ({ends})"
+        seen = f"{horizon['seen_count']:.1f} plans' lives ended in {horizon['seen_steps']:.0f} steps"
+        yield "horizon", f"{horizon['expected_steps']:.1f} of {horizon['remaining_steps']} steps that are left ({seen})"
     if one.asked is not None:
         found = one.search
         took = f": {found['evaluated_count']:,} nodes, {found['priced_count']} graphs" if found else ""
         beside = f", {found['processor_seconds']:.2f} s of processor beside the job" if found else ""
-        yield f"  search {one.asked['search_id']:<4} {one.asked['request']['reason']}{took}{beside}"
-    if entry["weighed"]:
-        yield from _table(explanation, one)
-    if one.outcome is not None:
-        yield from _turned_out(one, one.outcome)
+        yield f"search {one.asked['search_id']}", f"{one.asked['request']['reason']}{took}{beside}"
 
 
-def verdict(explanation: Explanation, one: Explained) -> str:
-    """What was decided, in a line."""
-    admission, chosen = one.admission, one.chosen
-    plan = explanation.plans.get(chosen["plan_id"], chosen["plan_id"]) if chosen else None
-    dry = " (dry run: nothing is changed)" if one.entry["dry"] else ""
-    match admission[CLASS]:
-        case "Admitted":
-            why = "its horizon promises it" if admission["promised"] else "regret alone"
-            regret = f"staying lost {admission['regret_seconds']:.2f} s of {admission['threshold_seconds']:.2f} s"
-            return f"to {plan}, {why}; {regret}{dry}"
-        case "Forced":
-            return f"to {plan}, forced: {admission['reason']}{dry}"
-        case _:
-            return f"stays ({admission['reason']}): {admission['detail']}"
+HEAD = ("plan", "step s", "saves s", "price s", "gain s", "surely s", "fullest slot", "layouts")
+
+
+def table(explanation: Explanation, one: Explained) -> Iterator[tuple[bool, tuple[str, ...]]]:
+    """Every candidate, best first, those that may not be used last: whether it was taken or came nearest, and its cells."""
+    chosen = one.chosen or {}
+    for each in sorted(one.entry["weighed"], key=lambda w: (bool(w["barred"]), -w["least_gain_seconds"], w["plan_id"])):
+        notes = [each["barred"]] if each["barred"] else []
+        notes += [f"fits for {each['fits_steps']} steps"] if each["fits_steps"] is not None else []
+        plan_id = each["plan_id"]
+        cells = (
+            plan_id,
+            f"{each['step_seconds']:.3f} ± {each['step_deviation_seconds']:.3f}",
+            f"{each['saving_seconds']:.3f} ± {each['saving_deviation_seconds']:.3f}",
+            f"{each['price_seconds']:.2f} ± {each['price_deviation_seconds']:.2f}",
+            f"{each['gain_seconds']:.2f} ± {each['gain_deviation_seconds']:.2f}",
+            f"{each['least_gain_seconds']:.2f}",
+            bytes_text(explanation.peak_bytes[plan_id]),
+            " ".join([str(explanation.plans[plan_id]), *(f"[{note}]" for note in notes)]),
+        )
+        yield plan_id == chosen.get("plan_id"), cells
 
 
 def _table(explanation: Explanation, one: Explained) -> Iterator[str]:
-    yield "  candidates     step s           saves s          price s        gain s (least)        fullest slot  plan"
-    chosen = one.chosen or {}
-    for each in sorted(one.entry["weighed"], key=lambda w: (bool(w["barred"]), -w["least_gain_seconds"], w["plan_id"])):
-        mark = "*" if each["plan_id"] == chosen.get("plan_id") else " "
-        gain = (
-            f"{each['gain_seconds']:8.2f} ± {each['gain_deviation_seconds']:<6.2f} ({each['least_gain_seconds']:.2f})"
-        )
-        note = f"  [{each['barred']}]" if each["barred"] else ""
-        if each["fits_steps"] is not None:
-            note += f"  [fits for {each['fits_steps']} steps]"
-        yield (
-            f"  {mark} {each['plan_id']}  {each['step_seconds']:6.3f} ± {each['step_deviation_seconds']:<6.3f} "
-            f"{each['saving_seconds']:7.3f} ± {each['saving_deviation_seconds']:<6.3f} "
-            f"{each['price_seconds']:6.2f} ± {each['price_deviation_seconds']:<5.2f} {gain:<28} "
-            f"{bytes_text(explanation.peak_bytes(each['plan_id'])):>10}  {explanation.plans[each['plan_id']]}{note}"
-        )
+    rows = [(False, HEAD), *table(explanation, one)]
+    widths = [max(len(cells[column]) for _, cells in rows) for column in range(len(HEAD) - 1)]
+    for marked, cells in rows:
+        right = "  ".join(cell.rjust(width) for cell, width in zip(cells[:-1], widths, strict=True))
+        yield f"  {'*' if marked else ' '} {right}  {cells[-1]}"
 
 
-def _turned_out(one: Explained, outcome: Outcome) -> Iterator[str]:
+def turned_out(one: Explained, outcome: Outcome) -> list[str]:
+    """What became of a change, as lines."""
     if outcome.state != "done":
-        yield f"  turned out  {outcome.state}"
-        return
+        return [outcome.state]
     expected = one.admission["chosen"]["price_seconds"]
-    yield f"  turned out  the change cost {outcome.lost_seconds:.2f} s (expected {expected:.2f})"
+    lines = [f"the change cost {outcome.lost_seconds:.2f} s (expected {expected:.2f})"]
     if outcome.steps:
-        yield (
-            f"              {outcome.steps} steps of {outcome.measured_seconds:.3f} s measured, "
-            f"{outcome.predicted_seconds:.3f} expected, {one.entry['present_seconds'] or 0.0:.3f} under the plan before"
-        )
+        before = f", {one.entry['present_seconds']:.3f} under the plan before" if one.entry["present_seconds"] else ""
+        steps = f"{outcome.steps} step{'' if outcome.steps == 1 else 's'} of {outcome.measured_seconds:.3f} s measured"
+        lines.append(f"{steps}, {outcome.predicted_seconds:.3f} expected{before}")
     if outcome.probation is not None:
         ended = outcome.probation
-        yield (
-            f"              probation: {ended['verdict']}, {ended['predicted_ratio']:.2f} of the prediction, "
-            f"{ended['before_ratio']:.2f} of the plan before on the same tokens"
+        than = "slower" if ended["before_ratio"] > 1 else "faster"
+        lines.append(
+            f"its first {ended['steps']} steps took {ended['predicted_ratio']:.2f} of what was expected of it, and "
+            f"{ended['before_ratio']:.2f} of what was expected of the plan before ({than}"
+            f"{'; it counts as worse' if ended['verdict'] == 'worse' else ''})"
         )
+    return lines

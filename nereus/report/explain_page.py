@@ -4,50 +4,77 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
+from itertools import pairwise
 from typing import Any
 
 from nereus.control.written import CLASS
-from nereus.report.explain import Explanation, render, verdict
+from nereus.report.deciding import deciding_lines
+from nereus.report.explain import HEAD, LEGEND, Explained, Explanation, facts, table, turned_out
 from nereus.report.plan_text import bytes_text
+from nereus.report.verdict import verdict
 from nereus.workload import PHASES
 
 Record = Mapping[str, Any]
 WIDTH, HEIGHT, LEFT, TOP = 960, 260, 70, 14
 COLOURS = ("#7b6fd0", "#2f7fb8", "#58a55c", "#8fbf5a", "#c9b13c", "#d98b3a", "#c8553d", "#8a8a8a")
+MEASURED, EXPECTED, BUDGET, CHANGE = "#2f7fb8", "#1c1c1c", "#c8553d", "#9a3fb0"
 STYLE = """
-body{font:15px/1.45 system-ui,sans-serif;margin:2em auto;max-width:1040px;padding:0 1em;color:#1c1c1c;background:#fff}
+body{font:15px/1.45 system-ui,sans-serif;margin:2em auto;max-width:1320px;padding:0 1em;color:#1c1c1c;background:#fff}
 h1{font-size:1.5em} h2{font-size:1.15em;margin:1.8em 0 .4em} svg{width:100%;height:auto}
-pre{background:#f5f5f3;padding:.8em;overflow-x:auto;font-size:12px;line-height:1.35} text{font:11px system-ui,sans-serif}
-.key span{display:inline-block;margin-right:1em} .key i{display:inline-block;width:.8em;height:.8em;margin-right:.3em}
-details{margin:.5em 0} summary{cursor:pointer}
+svg text{font:11px system-ui,sans-serif} .key span{display:inline-block;margin-right:1.2em}
+.key i{display:inline-block;width:.9em;height:.8em;margin-right:.3em} .key i.line{height:0;border-top:2px solid;vertical-align:.3em}
+details{margin:.6em 0;border-left:3px solid #ddd;padding-left:.8em} details.change{border-color:#9a3fb0} summary{cursor:pointer}
+dl{display:grid;grid-template-columns:7em 1fr;margin:.6em 0;gap:.1em .8em} dt{color:#666} dd{margin:0} .wide{overflow-x:auto}
+table{border-collapse:collapse;font-size:13px} th,td{padding:.15em .7em .15em 0;text-align:right;white-space:nowrap}
+th:last-child,td:last-child{text-align:left} tr.chosen{font-weight:600} .legend{color:#666;font-size:13px}
 """
 
 
 def page(explanation: Explanation, records: Sequence[Record]) -> str:
     """The HTML text."""
-    steps = [r["event"] for r in records if r["kind"] == "told" and r["event"][CLASS] == "StepObserved"]
+    told = [r["event"] for r in records if r["kind"] == "told" and r["event"][CLASS] == "StepObserved"]
+    steps = list({int(event["step"]): event for event in told}.values())  # of a step done twice the last counts
     predictions = {int(r["step"]): r for r in records if r["kind"] == "prediction"}
     name = escape(explanation.config.run.name)
     parts = [
-        f"<!doctype html><html lang=en><meta charset=utf-8><title>nereus explain {name}</title><style>{STYLE}</style>",
+        '<!doctype html><html lang=en><meta charset=utf-8><link rel=icon href="data:,">',
+        f"<title>nereus explain {name}</title><style>{STYLE}</style>",
         f"<h1>{name}: policy {escape(explanation.config.nereus.policy)}, {len(steps)} steps</h1>",
+        f"<p>{escape('; '.join(line.strip() for line in deciding_lines(explanation.deciding, explanation.training_seconds)))}</p>",
     ]
     if steps:
         parts += [
             "<h2>Plans</h2>",
             *_plans(explanation, steps),
-            "<h2>Seconds of a step by phase; the line is what was predicted before it</h2>",
+            "<h2>Seconds of a step by phase, and what was predicted before it</h2>",
             *_steps(steps, predictions),
-            "<h2>Peak memory of the fullest slot; the line is what was expected, above it the budget</h2>",
+            "<h2>Peak memory of the fullest slot</h2>",
             *_memory(explanation, steps, predictions),
         ]
-    parts.append("<h2>Decisions</h2>")
-    for one in explanation.decisions:
-        text = escape(render(explanation, one.step))
-        parts.append(
-            f"<details><summary>before step {one.step}: {escape(verdict(explanation, one))}</summary><pre>{text}</pre></details>"
-        )
+    parts += ["<h2>Decisions</h2>", f"<p class=legend>{escape(LEGEND)}</p>"]
+    parts += [part for one in explanation.decisions for part in _decision(explanation, one)]
+    if not explanation.decisions:
+        parts.append("<p>Nothing has been decided yet.</p>")
     return "\n".join(parts) + "\n</html>\n"
+
+
+def _decision(explanation: Explanation, one: Explained) -> Iterator[str]:
+    """One decision; those that changed the plan are open."""
+    kind = " class=change open" if one.taken else ""
+    yield f"<details{kind}><summary>before step {one.step}: {escape(verdict(one.entry, explanation.texts))}</summary><dl>"
+    for name, text in facts(explanation, one):
+        yield f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>"
+    if one.outcome is not None:
+        for index, line in enumerate(turned_out(one, one.outcome)):
+            yield f"<dt>{'' if index else 'turned out'}</dt><dd>{escape(line)}</dd>"
+    yield "</dl>"
+    if one.entry["weighed"]:
+        yield f"<div class=wide><table><tr>{''.join(f'<th>{escape(word)}</th>' for word in HEAD)}</tr>"
+        for chosen, cells in table(explanation, one):
+            row = "".join(f"<td>{escape(cell)}</td>" for cell in cells)
+            yield f"<tr{' class=chosen' if chosen else ''}>{row}</tr>"
+        yield "</table></div>"
+    yield "</details>"
 
 
 def _axis(first: int, last: int, most: float, label: str) -> Iterator[str]:
@@ -77,6 +104,22 @@ def _range(steps: Sequence[Record]) -> tuple[int, int]:
     return min(numbers), max(numbers)
 
 
+def _changes(steps: Sequence[Record], height: float) -> Iterator[str]:
+    """A line before each step that ran under another plan than the one before it."""
+    first, last = _range(steps)
+    for before, after in pairwise(steps):
+        if before["plan_id"] != after["plan_id"]:
+            x = _x(int(after["step"]), first, last)
+            yield f'<line x1="{x:.1f}" x2="{x:.1f}" y1="4" y2="{height:.0f}" stroke="{CHANGE}" stroke-dasharray="3 3"/>'
+
+
+def _key(entries: Mapping[str, str], lines: Mapping[str, str]) -> str:
+    """Names with their colours, of areas and of lines."""
+    areas = [f"<span><i style='background:{colour}'></i>{name}</span>" for name, colour in entries.items()]
+    strokes = [f"<span><i class=line style='color:{colour}'></i>{name}</span>" for name, colour in lines.items()]
+    return f"<p class=key>{''.join([*areas, *strokes])}</p>"
+
+
 def _plans(explanation: Explanation, steps: Sequence[Record]) -> Iterator[str]:
     """One row for every plan, one bar for every spell of steps under it."""
     first, last = _range(steps)
@@ -96,7 +139,8 @@ def _plans(explanation: Explanation, steps: Sequence[Record]) -> Iterator[str]:
 
 def _steps(steps: Sequence[Record], predictions: Mapping[int, Record]) -> Iterator[str]:
     first, last = _range(steps)
-    most = max(float(each["step_seconds"]) for each in steps) * 1.05
+    known = {step: float(record["step_seconds"][0]) for step, record in predictions.items() if first <= step <= last}
+    most = max([*(float(each["step_seconds"]) for each in steps), *known.values()]) * 1.05
     content = list(_axis(first, last, most, "s"))
     for each in steps:
         step, base = int(each["step"]), 0.0
@@ -110,11 +154,9 @@ def _steps(steps: Sequence[Record], predictions: Mapping[int, Record]) -> Iterat
                 f"<title>{tip}</title></rect>"
             )
             base += seconds
-    known = {step: float(record["step_seconds"][0]) for step, record in predictions.items() if first <= step <= last}
-    content.append(_line(known, first, last, most))
+    content += [*_changes(steps, TOP + HEIGHT), *_line(known, first, last, most)]
     yield from _svg(TOP + HEIGHT + 22, content, "seconds of steps by phase")
-    key = "".join(f"<span><i style='background:{c}'></i>{p}</span>" for c, p in zip(COLOURS, PHASES, strict=True))
-    yield f"<p class=key>{key}</p>"
+    yield _key(dict(zip(PHASES, COLOURS, strict=True)), {"predicted": EXPECTED, "change of plan": CHANGE})
 
 
 def _memory(explanation: Explanation, steps: Sequence[Record], predictions: Mapping[int, Record]) -> Iterator[str]:
@@ -132,20 +174,27 @@ def _memory(explanation: Explanation, steps: Sequence[Record], predictions: Mapp
         x, width = _x(step + 0.1, first, last), _x(step + 0.9, first, last) - _x(step + 0.1, first, last)
         y, height = TOP + HEIGHT * (1 - size / most), HEIGHT * size / most
         content.append(
-            f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" fill="#2f7fb8">'
+            f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" fill="{MEASURED}">'
             f"<title>step {step}: {bytes_text(size)}</title></rect>"
         )
     y = TOP + HEIGHT * (1 - budget / most)
     content.append(
-        f'<line x1="{LEFT}" x2="{WIDTH}" y1="{y:.1f}" y2="{y:.1f}" stroke="#c8553d" stroke-dasharray="6 4"/>'
+        f'<line x1="{LEFT}" x2="{WIDTH}" y1="{y:.1f}" y2="{y:.1f}" stroke="{BUDGET}" stroke-dasharray="6 4"/>'
     )
-    content.append(_line(expected, first, last, most))
+    content += [*_changes(steps, TOP + HEIGHT), *_line(expected, first, last, most)]
     yield from _svg(TOP + HEIGHT + 22, content, "peak memory of the fullest slot")
+    lines = {"expected": EXPECTED, "a slot's budget": BUDGET, "change of plan": CHANGE}
+    yield _key({"measured": MEASURED}, lines)
 
 
-def _line(values: Mapping[int, float], first: int, last: int, most: float) -> str:
+def _line(values: Mapping[int, float], first: int, last: int, most: float) -> Iterator[str]:
+    if not values:
+        return
     points = " ".join(
         f"{_x(step + 0.5, first, last):.1f},{TOP + HEIGHT * (1 - min(value, most) / most):.1f}"
         for step, value in sorted(values.items())
     )
-    return f'<polyline points="{points}" fill="none" stroke="#1c1c1c" stroke-width="1.6"/>'
+    yield f'<polyline points="{points}" fill="none" stroke="{EXPECTED}" stroke-width="1.6"/>'
+    for step, value in values.items():
+        x, y = _x(step + 0.5, first, last), TOP + HEIGHT * (1 - min(value, most) / most)
+        yield f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.2" fill="{EXPECTED}"/>'

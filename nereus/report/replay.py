@@ -73,7 +73,7 @@ def made_again(records: Journal) -> list[Made]:
                     return [*found, Made(after_id=record["seq"], kind="refused", content=str(error))]
             case _:
                 continue
-    if controller is None:
+    if controller is None and (config is None or config.nereus.policy == "script"):
         raise JournalError("the run has no controller to replay: its nereus.policy is script")
     return found
 

@@ -12,6 +12,7 @@ from nereus.errors import JournalError
 from nereus.layout import first_plan
 from nereus.report.plan_text import bytes_text
 from nereus.report.record import structured
+from nereus.report.verdict import verdict
 from nereus.workload import PHASES
 
 Record = Mapping[str, Any]
@@ -38,6 +39,7 @@ class Status:
     peak_bytes: dict[int, int] = field(default_factory=dict[int, int])
     pending: str = ""
     last_change: str = ""
+    decided: Record | None = None
     last_decision: str = ""
     last_loss: str = ""
     checkpoint_step: int | None = None
@@ -104,6 +106,7 @@ def status_of(records: Sequence[Record], *, writing: bool) -> Status:
     )
     for record in records:
         _take(status, record)
+    status.last_decision = _decision_text(status.decided, records)
     status.last_event = str(records[-1]["kind"])
     status.last_at_seconds = float(records[-1]["at_seconds"])
     return status
@@ -126,22 +129,29 @@ def _take(status: Status, record: Record) -> None:
             why = str(record.get("error", "")).partition("\n")[0]
             status.ended = f"ended: {reason}" + (f" ({why})" if why else "")
         case "decision" if record["entry"][CLASS] == "Decision":
-            status.last_decision = _decision_text(record["entry"])
+            status.decided = record["entry"]
         case "transition_started" | "transition_done" | "transition_failed" | "slots_lost" | "recovered":
             _take_change(status, record)
         case _:
             pass
 
 
-def _decision_text(entry: Record) -> str:
-    admission = entry["admission"]
-    chosen = admission.get("chosen")
-    if chosen is None:
-        return f"before step {entry['step']}: rejected, {admission['reason']}: {admission['detail']}"
-    text = f"before step {entry['step']}: {'would take' if entry['dry'] else 'took'} {chosen['plan_id']}"
-    if chosen["saving_seconds"] > 0:
-        text += f", which saves {chosen['saving_seconds']:.3f} s a step for {chosen['price_seconds']:.3f} s"
-    return text
+def _decision_text(entry: Record | None, records: Sequence[Record]) -> str:
+    """The last decision in a sentence, in the layouts of the plans that it speaks of."""
+    if entry is None:
+        return ""
+    named = {entry["plan_id"], *(each["plan_id"] for each in entry["weighed"])}
+    texts: dict[str, str] = {}
+    for record in records:
+        if record["kind"] == "control_started":
+            known = [record["plan"]]
+        elif record["kind"] == "told" and record["event"][CLASS] == "SearchDone":
+            known = [each["plan"] for each in record["event"]["candidates"] if each["plan_id"] in named]
+        else:
+            continue
+        plans = [plan_of(each) for each in known]
+        texts |= {plan.plan_id: str(plan) for plan in plans}
+    return f"before step {entry['step']}: {verdict(entry, texts)}"
 
 
 def _take_step(status: Status, record: Record) -> None:
@@ -196,7 +206,7 @@ def render(status: Status, now_seconds: float) -> str:
 def _step_text(status: Status) -> str:
     text = f"{status.step} of {status.steps}"
     if status.recent_seconds is None:
-        return text
+        return f"{text}, preparing: slots, probe, warm-up, engines" if status.state == "under way" else text
     text += f", the last {status.step_seconds[-1]:.3f} s, of the last {RECENT_STEPS} on average {status.recent_seconds:.3f} s"
     return f"{text}, about {status.left_seconds:,.0f} s left" if status.state == "under way" else text
 

@@ -1,5 +1,6 @@
 """Loading: what is right loads, what is wrong says where and what would be right, what is dumped loads back equal."""
 
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -7,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nereus.cli.load import dump_config, load_config
+from nereus.cli.load import _paths, dump_config, load_config
 from nereus.config import ChangeConfig, Config, PlanChange, PlanConfig, RunConfig, StageConfig
 from nereus.errors import ConfigError
 
@@ -71,6 +72,7 @@ WRONG = [
     (["data.task_options=3"], "data.task_options", 3, ["a mapping"]),
     (["plan.actor_train.slots=4"], "plan.actor_train.slots", 4, ["a list of whole numbers"]),
     (["plan.actor_train.slots=[0, a]"], "plan.actor_train.slots[1]", "a", ["a whole number"]),
+    (["nereus.plans.deny=critic"], "nereus.plans.deny", "critic", ["a list of texts"]),
     (["changes=3"], "changes", 3, ["a list of mappings with the keys step, plan"]),
     (["changes=[{step: 3}]"], "changes[0].plan", None, ["is missing", "critic_train"]),
     (["changes=[{plan: {}}]"], "changes[0].step", None, ["is missing", "a whole number"]),
@@ -92,6 +94,13 @@ def test_mistakes_name_key_value_and_what_is_right(
     assert (caught.value.key, caught.value.value) == (key, value)
     for word in words:
         assert word in caught.value.expected
+
+
+@pytest.mark.parametrize("key", _paths())
+@pytest.mark.parametrize("text", ["word", "[word]", "{word: 1}", "3.5", "null"])
+def test_no_value_of_any_key_is_met_with_another_error(tmp_path: Path, key: str, text: str) -> None:
+    with suppress(ConfigError):
+        load_config(written(tmp_path, ""), [f"{key}={text}"])
 
 
 def test_an_entry_beyond_a_list_is_told(tmp_path: Path) -> None:

@@ -18,8 +18,10 @@ BEFORE, AFTER = "train TP2", "train DP2"
 def journal() -> list[dict[str, Any]]:
     """What the real world writes in eight steps with one change before the fifth."""
     steps = [step(number) for number in range(1, 9)]
-    chosen = {"plan_id": "ab12", "saving_seconds": 0.5, "price_seconds": 2.0}
-    decided = {"is": "Decision", "step": 4, "dry": False, "admission": {"is": "Admitted", "chosen": chosen}}
+    saving = {"saving_seconds": 0.5, "saving_deviation_seconds": 0.1, "horizon_steps": 3.0}
+    chosen = {"plan_id": "ab12", "price_seconds": 2.0, "price_deviation_seconds": 0.25, **saving}
+    admission = {"is": "Admitted", "chosen": chosen, "promised": True}
+    decided = {"is": "Decision", "step": 4, "dry": False, "plan_id": "cd34", "weighed": [], "admission": admission}
     change = {"step": 5, "from": BEFORE, "to": AFTER}
     records = [
         {"kind": "run_started", "config": asdict(Config(run=RunConfig(name="run", steps=8)))},
@@ -66,7 +68,9 @@ def test_a_change_is_pending_until_it_is_done(journal: list[dict[str, Any]]) -> 
     over = status_of(ended, writing=True)
     assert not over.pending
     assert over.plan == ended[-1]["to"]
-    assert over.last_decision == "before step 4: took ab12, which saves 0.500 s a step for 2.000 s"
+    assert over.last_decision == (
+        "before step 4: change plan ab12; saves 0.500 ± 0.100 s a step for 2.00 ± 0.25 s, over 3 expected steps"
+    )
 
 
 def test_the_end_and_a_process_that_is_gone(journal: list[dict[str, Any]]) -> None:

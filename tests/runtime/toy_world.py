@@ -1,4 +1,7 @@
-"""A world without processes for the edge between controller and world: steps take what a table says, changes succeed."""
+"""A world without processes for the edge between controller and world: steps take what a table says, changes succeed.
+
+Given a journal it writes what the real world does: predictions, steps, searches, changes, the end.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ from nereus.events import (
     TransitionFailed,
 )
 from nereus.layout import Plan, first_plan
-from nereus.observe import Observed, after
+from nereus.observe import Observed, after, expect
 from nereus.runtime.fleet_schedule import Relaunch, SlotsArrived
 from nereus.runtime.journal import Journal, read_journal
 from nereus.runtime.searches import Seek
@@ -66,6 +69,7 @@ class ToyWorld:
     back_steps: int = 0
     refused: int = 0
     factor: Callable[[int], float] = lambda step: 1.0 + 0.01 * (step % 3)
+    journal: Journal | None = None
 
     def __post_init__(self) -> None:
         self.plan: Plan = first_plan(self.config)
@@ -91,6 +95,7 @@ class ToyWorld:
     def submit(self, command: Any) -> None:
         self.orders.append(command)
         self._clock += 1.0
+        self._write_before(command)
         match command:
             case RunStep():
                 event = self._ran_step(command.step)
@@ -101,6 +106,9 @@ class ToyWorld:
                 self.refused -= 1
                 self._queue.append(TransitionFailed(at_seconds=self._clock, plan=command.plan, reason="no room"))
             case ChangePlan():
+                self._write(
+                    "transition_done", step=command.step, pause_seconds=0.5, state_version=1, **self._ends(command)
+                )
                 self.plan = command.plan
                 done = TransitionDone(at_seconds=self._clock, plan=command.plan, state_version=1, pause_seconds=0.5)
                 self._queue.append(done)
@@ -115,7 +123,22 @@ class ToyWorld:
             case Seek():
                 self._queue.append(self._found(command))
             case Finish():
+                self._write("run_stopped", reason=command.reason)
                 self._ended = True
+
+    def _write(self, kind: str, **fields: Any) -> None:
+        if self.journal is not None:
+            self.journal.append(kind, **fields)
+
+    def _ends(self, command: ChangePlan) -> dict[str, str]:
+        return {"from": str(self.plan), "to": str(command.plan)}
+
+    def _write_before(self, command: Any) -> None:
+        if isinstance(command, RunStep):
+            expected = expect(self.state, self.config, self.plan, command.step, sampled=True)
+            self._write("prediction", **expected.record())
+        elif isinstance(command, ChangePlan):
+            self._write("transition_started", step=command.step, reason=command.reason, **self._ends(command))
 
     def _ran_step(self, step: int) -> Any:
         assert all(slot < self.slots for _, stage in self.plan.stages() for slot in stage.slots)
@@ -133,6 +156,7 @@ class ToyWorld:
         terms = step_terms(self.config, self.plan, batch, PROFILE)
         seconds = {phase: self.factor(step) * sum(each.values()) for phase, each in terms.items()}
         self._clock += sum(seconds.values())
+        self._write("step_done", step=step, state_version=0, metrics={"timing_s/step": sum(seconds.values())})
         return StepObserved(
             at_seconds=self._clock,
             step=step,
@@ -157,6 +181,14 @@ class ToyWorld:
             tolls=Tolls(group_seconds=0.01, activate_seconds=0.0, destroy_group_seconds=0.0, quiesce_seconds=0.0),
         )
         found = propose(seek.search.request, ground, seek.search.budget_count)
+        self._write(
+            "search_done",
+            search_id=seek.search.search_id,
+            processor_seconds=0.5,
+            between_processor_seconds=1.0 if seek.search.search_id == 1 else 0.0,
+            evaluated_count=found.evaluated_count,
+            priced_count=found.priced_count,
+        )
         return SearchDone(
             at_seconds=self._clock,
             search_id=seek.search.search_id,
@@ -171,6 +203,7 @@ def run(world: ToyWorld, path: Path) -> tuple[Steering, list[dict[str, Any]]]:
     journal = Journal(path)
     journal.append("run_started", config=asdict(world.config), slots=world.slots, rollouts=None)
     journal.append("probe", places={}, profile=PROFILE.record())
+    world.journal = journal
     steering = Steering(
         config=world.config,
         plan=world.plan,
