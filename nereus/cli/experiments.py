@@ -31,7 +31,7 @@ EXPERIMENTS, RUNS, TABLE = Path("experiments"), Path("runs"), "table.parquet"
 ACTIONS = ("list", "run", "status", "collect")
 OVERRIDABLE = ("model", "data", "rollout", "algorithm", "warmup", "fleet", "plan")  # the sections that a Run has
 DONE = 0
-STANDS_STILL = "stands still"  # a simulated run whose fleet never comes back is finished too
+SIMULATED_ENDS = ("done", "stands still", "does not fit")  # a fleet that never comes back; no configuration that runs
 
 RunJob = Callable[[Config, RunFolder, Display, StopSignal, Path | None], None]
 
@@ -140,7 +140,7 @@ def progress(run: Run) -> Progress:
     folder = folder_of(run)
     events = read_journal(folder.events) if folder.is_run() else []
     done_steps = sum(event["kind"] == "step_done" for event in events)
-    ends = ("done",) if run.scene is None else ("done", STANDS_STILL)
+    ends = ("done",) if run.scene is None else SIMULATED_ENDS
     if events and events[-1]["kind"] == "run_stopped" and events[-1].get("reason") in ends:
         return Progress(state="finished", done_steps=done_steps)
     with _lock(run, fcntl.LOCK_SH) as free:

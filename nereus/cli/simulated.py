@@ -4,25 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from nereus.cli.folder import create_run_folder
 from nereus.cli.simulate import POLICIES
 from nereus.cli.simulation import controller_for, fleet_of, starting_plan, workload_of
+from nereus.config import Config
 from nereus.errors import ConfigError, near
 from nereus.experiment import Run, Scene
+from nereus.fleet import Fleet, parse_fleet
 from nereus.report.display import QuietDisplay
 from nereus.report.record import Provenance, write_record
 from nereus.runtime.journal import Journal
 from nereus.runtime.metrics import MetricsWriter, NoMirror
 from nereus.sim.edges import Delays
 from nereus.sim.play import Moment
+from nereus.sim.rivals.choosing import CONFIGURATIONS, Trial, configured
+from nereus.sim.rivals.planned import best_setup, problem_on
+from nereus.sim.rivals.setups import Setup, job_of
+from nereus.sim.rivals.stepping import GENEROUS, SystemTimes, system_row
 from nereus.sim.traces import FleetTrace, LengthCurve, read_trace
 from nereus.sim.truth import Truth
+from nereus.sim.workload import SimWorkload
 from nereus.sim.world import SimulatedWorld
 from nereus.validate import validate
 from nereus.world import drive
+
+BEST_PLAN = "best-plan"
+"""The policy of Nereus that keeps the best plan of a search that knows no true times."""
+NO_FIT = "does not fit"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,9 +48,12 @@ def simulate_run(run: Run, parent: Path, provenance: Provenance) -> str:
     """Simulates `run` in a new folder of `parent`, and returns a line that says what it came to."""
     if run.scene is None:
         raise ConfigError("scene", None, "expected one: without it a run is real")
-    if run.scene.policy not in POLICIES:
-        raise ConfigError("scene.policy", run.scene.policy, near(run.scene.policy, POLICIES))
+    known = (*POLICIES, BEST_PLAN) if run.system == "nereus" else CONFIGURATIONS
+    if run.scene.policy not in known:
+        raise ConfigError("scene.policy", run.scene.policy, near(run.scene.policy, known))
     with _records(run, parent, provenance) as records:
+        if run.system != "nereus" or run.scene.policy == BEST_PLAN:
+            return _system_run(run, run.scene, records)
         return _world_run(run, run.scene, records)
 
 
@@ -77,6 +91,41 @@ def _world_run(run: Run, scene: Scene, records: Records) -> str:
     drive(controller_for(scene.policy, config, plan, world.fleet), world)
     still = ", then stands still" if world.stands_still else ""
     return f"simulated {world.steps_done} steps in {world.env.now:,.0f} s{still}"
+
+
+def _system_run(run: Run, scene: Scene, records: Records) -> str:
+    """A Setup that stays, of any system, on a fleet that stays: its steps under the truth."""
+    config, truth, fleet = run.config("runs"), Truth(seed=run.seed), parse_fleet(scene.fleet, "scene.fleet")
+    workload = workload_of(config, scene.mean_tokens, None, run.seed)
+    records.journal.append("run_started", config=asdict(config), slots=len(fleet.slots), at_seconds=0.0, rollouts=None)
+    setup = system_setup(run, config, fleet, workload)
+    if setup is None:
+        records.journal.append("run_stopped", reason=NO_FIT, steps=0, at_seconds=0.0)
+        return f"{run.system} {scene.policy} {NO_FIT} on {scene.fleet}"
+    times = SystemTimes(job_of(config), setup, fleet, truth)
+    free = SystemTimes(job_of(config), setup, fleet, truth, GENEROUS).sync_seconds
+    slots, now = truth.slowness(max(fleet.slots) + 1), 0.0
+    for step in range(1, run.workload.steps + 1):
+        samples = workload.batch(step)
+        done = times.step(step, samples, slots * truth.straggling(len(fleet.nodes), step)[fleet.node_of])
+        now += done.seconds
+        row = system_row(step, samples, done, setup, len(fleet.slots))
+        row["perf/time_per_step_free_handover"] = done.seconds - done.phases["update_weights"] + free
+        records.journal.append("step_done", step=step, plan_text=str(setup), metrics=row, at_seconds=now)
+        records.metrics.write(step, row)
+    records.journal.append("run_stopped", reason="done", steps=run.workload.steps, at_seconds=now)
+    return f"{setup}: {now / run.workload.steps:.1f} s a step, simulated"
+
+
+def system_setup(run: Run, config: Config, fleet: Fleet, workload: SimWorkload) -> Setup | None:
+    """The setup that a run names: the planner's best, a system's defaults, or the best of its grid on the first batch."""
+    assert run.scene is not None
+    exact, job, first = Truth(exact=True), job_of(config), workload.batch(1)
+    if run.system == "nereus":
+        problem = problem_on(config, fleet, workload.mean_prompt_tokens, workload.mean_at(1))
+        found = best_setup(config, fleet, problem, exact)
+        return found[0] if found is not None else None
+    return configured(run.system, run.scene.policy, job, fleet, Trial(job, fleet, exact, first))
 
 
 def scene_moments(scene: Scene, truth: Truth) -> tuple[tuple[Moment, ...], FleetTrace | None]:

@@ -339,3 +339,26 @@ def test_runs_of_a_scene_are_simulated(command: Command, capsys: pytest.CaptureF
     folder_of(runs[0]).path.rename("aside")
     assert command("run", "paper", job=never) == 0
     assert folder_of(runs[0]).events.read_bytes() == events
+
+
+def test_systems_of_a_scene_are_simulated(command: Command, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nereus' best plan, verl's defaults, and a cluster on which no configuration of verl's defaults fits."""
+    text = (Path(__file__).parents[2] / "experiments" / "throughput.py").read_text()
+    Path("experiments/throughput.py").write_text(text.replace("STEPS = 5", "STEPS = 2"))
+    names = ("nereus-best-plan-8xh100-short", "verl-default-8xh100-short")
+    small = (*(word for name in names for word in ("--only", name)), "data.prompts_per_step=64")
+    assert command("run", "throughput", *small) == 0
+    assert capsys.readouterr().out.count("s a step, simulated") == 2
+    assert command("collect", "throughput", *small) == 0
+    table, source = read_table(Path("runs/throughput/table.parquet"))
+    assert not source.measured
+    assert set(table["system"]) == {"nereus", "verl"}
+    phases = table.filter(pl.col("metric") == "timing_s/update_actor")
+    assert phases.height == 4
+    assert phases["value"].min() > 0  # type: ignore[operator]
+    nowhere = ("--only", "verl-default-16xl40s-long", "data.max_response_tokens=60000")
+    assert command("run", "throughput", *nowhere) == 0
+    assert "verl default does not fit on 16xl40s" in capsys.readouterr().out
+    assert command("run", "throughput", *nowhere) == 0
+    assert "finished, skipped" in capsys.readouterr().out
+    assert command("collect", "throughput", *nowhere) == 0
