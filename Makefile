@@ -2,7 +2,7 @@ CONFIG ?= experiments/quickstart.yaml
 ARGS ?=
 EXPERIMENT ?= quickstart_pair
 
-.PHONY: run test experiments analysis slurm-test bench-admission bench-checkpoints bench-faults bench-plan bench-planner bench-transition baselines-check gpu-contract check setup clean
+.PHONY: run test experiments analysis slurm-test bench-admission bench-checkpoints bench-faults bench-plan bench-planner bench-published bench-transition baselines-check gpu-contract check setup clean
 
 run: setup  ## train CONFIG (dotted overrides in ARGS)
 	@.venv/bin/nereus train $(CONFIG) $(ARGS)
@@ -35,6 +35,9 @@ bench-plan: setup  ## seconds and memory of `nereus plan` for 16 and 1,024 GPUs
 
 bench-planner: setup  ## seconds, memory and gaps of the transfer planner, beside Megatron-core's; ARGS: changes gaps peer
 	@OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.planner $(ARGS)
+
+bench-published: setup  ## the simulated world against published RL step times, in the tables of POINTS: a minute
+	@OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.published_steps --points $(POINTS)
 
 bench-transition: setup  ## transitions in numbers: random graphs (ARGS: [instances] [first seed]); live changes beside checkpoint, restart, Megatron-core and raw gloo (LIVE_ARGS: --json FILE, --pairs N)
 	@OMP_NUM_THREADS=1 .venv/bin/python -m tests.core.bench_transition $(ARGS)

@@ -11,7 +11,13 @@ from nereus.costs.shape import Shape, shape_of
 from nereus.fleet import Device, Fleet
 from nereus.layout import StagePlan, batch_shares
 from nereus.memory import kv_bytes_per_token
-from nereus.sim.measured import _Grid, collective_seconds, decode_attention_seconds, gemm_seconds
+from nereus.sim.measured import (
+    _Grid,
+    collective_seconds,
+    decode_attention_seconds,
+    gemm_seconds,
+    grouped_gemm_seconds,
+)
 from nereus.sim.training import KERNEL_SECONDS, LayerTimes, layer_times
 from nereus.sim.truth import Floats, Ints, Truth
 
@@ -32,7 +38,7 @@ def step_grid(shape: Shape, device: Device, tp: int, per_node: int, truth: Truth
         chosen = shape.expert_count * (1 - (1 - shape.active_expert_count / shape.expert_count) ** live)
         each = np.maximum(live * shape.active_expert_count / chosen, 1.0)
         for out, into in shape.mlp_matrices(shape.expert_ffn, tp):
-            products = products + chosen * gemm_seconds(device, each, out, into)
+            products = products + grouped_gemm_seconds(device, chosen, each, out, into)
     else:
         for out, into in shape.mlp_matrices(shape.ffn, tp):
             products = products + gemm_seconds(device, live, out, into)

@@ -83,21 +83,34 @@ def _gemm_grid(name: str) -> _Grid:
     return _Grid(axes, np.log(times * 1e-6))
 
 
-def gemm_seconds(device: Device, rows: Floats | float, outputs: float, inputs: float) -> Floats:
+def gemm_seconds(device: Device, rows: Floats | float, outputs: Floats | float, inputs: float) -> Floats:
     """A bf16 product [rows, inputs] x [inputs, outputs]. Outputs and inputs below the grid shrink it in proportion."""
     like = relative(device)
     grid = _gemm_grid(like.name)
     found = grid.at(rows, outputs, inputs)
     least = grid.axes[1][0], grid.axes[2][0]
-    small = min(outputs / least[0], 1.0) * min(inputs / least[1], 1.0)
-    if small < 1.0:  # down to the launch of a kernel
+    small = np.minimum(np.asarray(outputs) / least[0], 1.0) * min(inputs / least[1], 1.0)
+    if np.any(small < 1.0):  # down to the launch of a kernel
         found = np.maximum(found * small, float(grid.at(1.0, least[0], least[1])))
     return found * _ratio(device, like, rows, outputs, inputs)
 
 
-def _ratio(device: Device, like: Device, rows: Floats | float, outputs: float, inputs: float) -> Floats | float:
+def grouped_gemm_seconds(
+    device: Device, experts: Floats | float, rows: Floats | float, outputs: float, inputs: float
+) -> Floats:
+    """The products of `experts` matrices with `rows` each in one kernel: a product with as many times the outputs.
+
+    It reads the same weights and computes as much, and is launched once, as engines and Megatron do it.
+    """
+    return gemm_seconds(device, rows, np.asarray(experts, dtype=np.float64) * outputs, inputs)
+
+
+def _ratio(
+    device: Device, like: Device, rows: Floats | float, outputs: Floats | float, inputs: float
+) -> Floats | float:
     if device.name == like.name:
         return 1.0
+    outputs = np.asarray(outputs)
     flops = 2.0 * np.asarray(rows) * outputs * inputs
     moved = BYTES * (np.asarray(rows) * (outputs + inputs) + outputs * inputs)
     return _roofline(device, flops, moved) / _roofline(like, flops, moved)

@@ -10,7 +10,13 @@ import numpy as np
 from nereus.costs.shape import Shape
 from nereus.fleet import Device, Fleet
 from nereus.layout import Coordinates, StagePlan, batch_shares
-from nereus.sim.measured import collective_seconds, gemm_seconds, prefill_attention_seconds, relative
+from nereus.sim.measured import (
+    collective_seconds,
+    gemm_seconds,
+    grouped_gemm_seconds,
+    prefill_attention_seconds,
+    relative,
+)
 from nereus.sim.truth import Floats, Ints
 
 ROWS = np.geomspace(1, 1 << 18, 73)
@@ -63,7 +69,7 @@ def layer_times(shape: Shape, device: Device, tp: int, cp: int, ep: int, per_nod
         local = max(shape.expert_count // ep, 1)
         each = np.maximum(rows * ep * shape.active_expert_count / shape.expert_count, 1.0)
         for out, into in shape.mlp_matrices(shape.expert_ffn, tp):
-            products = products + local * gemm_seconds(device, each, out, into)
+            products = products + grouped_gemm_seconds(device, local, each, out, into)
     else:
         for out, into in shape.mlp_matrices(shape.ffn, tp):
             products = products + gemm_seconds(device, rows, out, into)

@@ -22,6 +22,7 @@ from nereus.sim.measured import (
     collective_seconds,
     decode_attention_seconds,
     gemm_seconds,
+    grouped_gemm_seconds,
     prefill_attention_seconds,
 )
 from nereus.sim.training import Batching, StageTimes
@@ -69,6 +70,20 @@ def test_every_sample_is_in_one_micro_batch(samples: int, minis: int, replicas: 
     assert np.bincount(found.micro_of).max() <= micro
     assert len(found.group_of) == found.micro_of.max() + 1
     assert found.group_of.max() < found.groups == min(minis, samples) * replicas
+
+
+def test_experts_are_one_kernel() -> None:
+    """One expert is a product; many read their weights once and are launched once."""
+    assert float(grouped_gemm_seconds(H100, 1, 64, 4096, 2048)) == pytest.approx(
+        float(gemm_seconds(H100, 64, 4096, 2048))
+    )
+    alone, many = float(gemm_seconds(H100, 8, 1536, 2048)), float(grouped_gemm_seconds(H100, 128, 8, 1536, 2048))
+    assert many < 64 * alone
+    read = 2 * 128 * 1536 * 2048 / H100.memory_bytes_per_second
+    assert read < many < 2 * read
+    each = grouped_gemm_seconds(H100, np.array([1.0, 16.0, 128.0]), np.array([8.0, 8.0, 8.0]), 1536, 2048)
+    assert each[-1] == pytest.approx(many)
+    assert (np.diff(each) > 0).all()
 
 
 def test_a_pipeline_and_a_slow_slot() -> None:
