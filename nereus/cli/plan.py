@@ -109,7 +109,7 @@ def _search(arguments: Namespace, asked: Asked) -> int:
     if arguments.export is not None:
         print(_best_exported(arguments.export, asked))
         return DONE
-    result = search(asked.problem, space=asked.space, top_count=arguments.top)
+    result = search(asked.problem, space=asked.space, top_count=arguments.top, with_misses=True)
     judged = [evaluate(asked.problem, each.plan) for each in result.candidates]
     own = None if asked.config is None else _configured(asked.problem, asked.config)
     if arguments.json:

@@ -168,81 +168,107 @@ def _sum(costs: list[tuple[int, LayerCost]], name: str) -> float:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Stage:
-    """One pipeline rank's micro-batch, forward and backward, by term."""
+class _Pipelined:
+    """A micro-batch on a pipeline: the slowest rank's terms and seconds, forward and backward, and the other ranks' seconds."""
 
-    terms: dict[str, float]
-
-    @property
-    def seconds(self) -> float:
-        return sum(self.terms.values())
+    terms: Mapping[str, float]
+    seconds: float
+    others_seconds: float
 
 
 def layer_counts(shape: Shape, layout: Layout, pp_rank: int) -> tuple[int, int]:
     """(dense, sparse) layers of a pipeline rank."""
-    layers = layout.layers(pp_rank)
     if not shape.expert_count:
-        return len(layers), 0
+        return layout.pipeline[pp_rank], 0
+    layers = layout.layers(pp_rank)
     plain = sum(layer < shape.dense_layers for layer in layers)
     return plain, len(layers) - plain
 
 
-def _stages(shape: Shape, layout: Layout, batch: BatchWork, rates: Rates, *, backward: bool) -> list[_Stage]:
-    """Every pipeline rank's micro-batch. Backward: products twice, attention three times, memory twice the forward.
+def _pipelined(shape: Shape, layout: Layout, batch: BatchWork, rates: Rates, *, backward: bool) -> _Pipelined:
+    """A micro-batch on every pipeline rank. Backward: products twice, attention three times, memory twice the forward.
 
     Replicas, sequences and sharding do not count, but for the link that pipeline ranks send over: asked for once.
     """
     inside = layout.tp * layout.cp * layout.dp < rates.slots_per_node
     alike = replace(layout, dp=1 if inside else rates.slots_per_node)
     kind = replace(batch, sequences=0, sharding="none", recompute=batch.recompute if backward else "none")
-    return _stages_of(shape, alike, kind, rates, backward=backward)
+    return _pipelined_alike(shape, alike, kind, rates, backward=backward)
 
 
 @lru_cache(maxsize=16384)
-def _stages_of(shape: Shape, layout: Layout, batch: BatchWork, rates: Rates, *, backward: bool) -> list[_Stage]:
-    plain = layer_cost(shape, layout, batch, rates)
-    sparse = layer_cost(shape, layout, batch, rates, sparse=True) if shape.expert_count else plain
-    head = head_seconds(shape, layout, batch, rates)
-    rows = batch.micro_batch * batch.tokens / layout.cp
-    twice, core, third = (2, 3, 3) if backward else (0, 0, 1)
-    stages: list[_Stage] = []
-    known: dict[tuple[int, int, bool], _Stage] = {}
+def _pipelined_alike(shape: Shape, layout: Layout, batch: BatchWork, rates: Rates, *, backward: bool) -> _Pipelined:
+    flat = replace(layout, pp=1, dp=1, pipeline=(shape.layers,))
+    plain, sparse, head = _micro_batch_costs(shape, flat, replace(batch, recompute="none"), rates)
+    slowest: dict[str, float] = {}
+    slowest_seconds = total_seconds = 0.0
+    known: dict[tuple[int, int, bool], tuple[dict[str, float], float]] = {}
     for rank in range(layout.pp):
         counts = layer_counts(shape, layout, rank)
-        kind = (*counts, rank == layout.pp - 1)
-        if kind in known:
-            stages.append(known[kind])
-            continue
-        costs = [(counts[0], plain), (counts[1], sparse)]
-        terms = {
-            "gemm": (1 + twice) * _sum(costs, "gemm_seconds"),
-            "experts": (1 + twice) * _sum(costs, "experts_seconds"),
-            "attention": (1 + core) * _sum(costs, "attention_seconds"),
-            "memory": (1 + twice) * _sum(costs, "memory_seconds"),
-            "launch": (1 + twice) * _sum(costs, "launch_seconds"),
-            "tp": (2 if backward else 1) * _sum(costs, "tp_seconds"),
-            "cp": third * _sum(costs, "cp_seconds"),
-            "ep": (2 if backward else 1) * _sum(costs, "ep_seconds"),
-        }
-        terms["host"] = _host_seconds(costs, batch, rates, backward=backward)
-        terms["head"] = third * head if rank == layout.pp - 1 else 0.0
-        if layout.pp > 1:
-            sent = 2 * rows * shape.hidden / (layout.tp if batch.sequence_parallel else 1)
-            inside = layout.tp * layout.cp * layout.dp < rates.slots_per_node
-            wire = rates.link_bytes_per_second if inside else rates.nic_bytes_per_second
-            times = (2 if backward else 1) * batch.chunk_count
-            terms["pp"] = times * (sent / wire + rates.nic_seconds)
-        if backward and batch.recompute in ("full", "half"):
-            again = ("gemm_seconds", "experts_seconds", "attention_seconds", "memory_seconds", "launch_seconds")
-            share = 1.0 if batch.recompute == "full" else 0.5
-            terms["recompute"] = share * sum(_sum(costs, name) for name in again)
-            terms["tp"] *= 1 + share / 2
-            terms["ep"] *= 1 + share / 2
-        elif backward and batch.recompute == "selective":
-            terms["recompute"] = _sum(costs, "attention_seconds")
-        known[kind] = _Stage(terms=terms)
-        stages.append(known[kind])
-    return stages
+        last = rank == layout.pp - 1
+        kind = (*counts, last)
+        if kind not in known:
+            costs = [(count, cost) for count, cost in zip(counts, (plain, sparse), strict=True) if count]
+            terms = _rank_terms(shape, layout, batch, rates, costs, backward=backward)
+            terms["head"] = (3 if backward else 1) * head if last else 0.0
+            known[kind] = terms, sum(terms.values())
+        terms, seconds = known[kind]
+        total_seconds += seconds
+        if seconds > slowest_seconds or not rank:
+            slowest, slowest_seconds = terms, seconds
+    return _Pipelined(terms=slowest, seconds=slowest_seconds, others_seconds=total_seconds - slowest_seconds)
+
+
+@lru_cache(maxsize=4096)
+def _micro_batch_costs(
+    shape: Shape, layout: Layout, batch: BatchWork, rates: Rates
+) -> tuple[LayerCost, LayerCost, float]:
+    """(a dense layer, a sparse one, seconds of the head) of a micro-batch: pipelines and replicas do not count."""
+    plain = layer_cost(shape, layout, batch, rates)
+    sparse = layer_cost(shape, layout, batch, rates, sparse=True) if shape.expert_count else plain
+    return plain, sparse, head_seconds(shape, layout, batch, rates)
+
+
+def _rank_terms(
+    shape: Shape,
+    layout: Layout,
+    batch: BatchWork,
+    rates: Rates,
+    costs: list[tuple[int, LayerCost]],
+    *,
+    backward: bool,
+) -> dict[str, float]:
+    """One pipeline rank's micro-batch by term, without its head."""
+    twice, core, third = (2, 3, 3) if backward else (0, 0, 1)
+    gemm, experts = _sum(costs, "gemm_seconds"), _sum(costs, "experts_seconds")
+    attention, memory = _sum(costs, "attention_seconds"), _sum(costs, "memory_seconds")
+    launch = _sum(costs, "launch_seconds")
+    terms = {
+        "gemm": (1 + twice) * gemm,
+        "experts": (1 + twice) * experts,
+        "attention": (1 + core) * attention,
+        "memory": (1 + twice) * memory,
+        "launch": (1 + twice) * launch,
+        "tp": (2 if backward else 1) * _sum(costs, "tp_seconds"),
+        "cp": third * _sum(costs, "cp_seconds"),
+        "ep": (2 if backward else 1) * _sum(costs, "ep_seconds"),
+        "host": _host_seconds(costs, batch, rates, backward=backward),
+    }
+    if layout.pp > 1:
+        rows = batch.micro_batch * batch.tokens / layout.cp
+        sent = 2 * rows * shape.hidden / (layout.tp if batch.sequence_parallel else 1)
+        inside = layout.tp * layout.cp * layout.dp < rates.slots_per_node
+        wire = rates.link_bytes_per_second if inside else rates.nic_bytes_per_second
+        times = (2 if backward else 1) * batch.chunk_count
+        terms["pp"] = times * (sent / wire + rates.nic_seconds)
+    if backward and batch.recompute in ("full", "half"):
+        share = 1.0 if batch.recompute == "full" else 0.5
+        terms["recompute"] = share * (gemm + experts + attention + memory + launch)
+        terms["tp"] *= 1 + share / 2
+        terms["ep"] *= 1 + share / 2
+    elif backward and batch.recompute == "selective":
+        terms["recompute"] = attention
+    return terms
 
 
 def _host_seconds(costs: list[tuple[int, LayerCost]], batch: BatchWork, rates: Rates, *, backward: bool) -> float:
@@ -256,28 +282,49 @@ def _host_seconds(costs: list[tuple[int, LayerCost]], batch: BatchWork, rates: R
     return seconds
 
 
-def _pipelined(stages: list[_Stage], micro_batches: int, chunk_count: int) -> dict[str, float]:
+def _repeated(pipelined: _Pipelined, micro_batches: int, chunk_count: int, ranks: int) -> dict[str, float]:
     """The slowest rank's work over all micro-batches, and as `bubble` what 1F1B adds: sum / v + (m - 1 / v) max - m max."""
-    slowest = max(stages, key=lambda stage: stage.seconds)
-    terms = {name: micro_batches * seconds for name, seconds in slowest.terms.items()}
-    if len(stages) > 1:
-        total = sum(stage.seconds for stage in stages)
-        terms["bubble"] = (total - slowest.seconds) / chunk_count
+    terms = {name: micro_batches * seconds for name, seconds in pipelined.terms.items()}
+    if ranks > 1:
+        terms["bubble"] = pipelined.others_seconds / chunk_count
     return terms
 
 
 def owned_parameters(shape: Shape, layout: Layout, pp_rank: int) -> tuple[float, float]:
     """(dense, expert) parameters on one rank of a pipeline rank: tensor, pipeline and expert cuts applied."""
+    counts = _parameters(shape)
     plain, sparse = layer_counts(shape, layout, pp_rank)
-    layers = plain + sparse
-    body = layers * shape.attention_parameters_count + plain * shape.dense_mlp_parameters_count
-    body += sparse * shape.shared_parameters_count
+    body = (plain + sparse) * counts.attention_count + plain * counts.dense_mlp_count + sparse * counts.shared_count
     if pp_rank == 0:
-        body += shape.embedding_parameters_count
+        body += counts.embedding_count
     if pp_rank == layout.pp - 1:
-        body += shape.vocab * shape.hidden if shape.tied and layout.pp > 1 else shape.head_parameters_count
-    experts = sparse * shape.expert_count * shape.expert_parameters_count / (layout.ep * layout.expert_tp)
+        body += shape.vocab * shape.hidden if shape.tied and layout.pp > 1 else counts.head_count
+    experts = sparse * shape.expert_count * counts.expert_count / (layout.ep * layout.expert_tp)
     return body / layout.tp, experts
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Parameters:
+    """Parameters of a layer's parts and of the ends of a model."""
+
+    attention_count: int
+    dense_mlp_count: int
+    shared_count: int
+    expert_count: int
+    embedding_count: int
+    head_count: int
+
+
+@lru_cache(maxsize=256)
+def _parameters(shape: Shape) -> _Parameters:
+    return _Parameters(
+        attention_count=shape.attention_parameters_count,
+        dense_mlp_count=shape.dense_mlp_parameters_count,
+        shared_count=shape.shared_parameters_count,
+        expert_count=shape.expert_parameters_count,
+        embedding_count=shape.embedding_parameters_count,
+        head_count=shape.head_parameters_count,
+    )
 
 
 @lru_cache(maxsize=16384)
@@ -335,9 +382,9 @@ def optimizer_seconds(shape: Shape, layout: Layout, batch: BatchWork, rates: Rat
 def train_terms(shape: Shape, layout: Layout, batch: BatchWork, rates: Rates) -> dict[str, float]:
     """Terms of one optimizer step over `batch` on equal slots."""
     micro_batches = batch.micro_batches(layout)
-    stages = _stages(shape, layout, batch, rates, backward=True)
-    terms = _pipelined(stages, micro_batches, batch.chunk_count)
-    busy = max(stage.seconds for stage in stages)
+    pipelined = _pipelined(shape, layout, batch, rates, backward=True)
+    terms = _repeated(pipelined, micro_batches, batch.chunk_count, layout.pp)
+    busy = pipelined.seconds
     share = {"none": 2 / 3, "selective": 2 / 3, "half": 0.7, "full": 3 / 4}[batch.recompute]
     terms["dp"] = _replica_seconds(shape, layout, batch, rates, share * busy, (1 - share) * busy)
     terms["optimizer"] = optimizer_seconds(shape, layout, batch, rates)
@@ -351,8 +398,8 @@ STEP_SECONDS = 0.01
 
 def forward_terms(shape: Shape, layout: Layout, batch: BatchWork, rates: Rates) -> dict[str, float]:
     """Terms of one pass without gradients over `batch`: log-probabilities, values, reference."""
-    stages = _stages(shape, layout, batch, rates, backward=False)
-    terms = _pipelined(stages, batch.micro_batches(layout), batch.chunk_count)
+    pipelined = _pipelined(shape, layout, batch, rates, backward=False)
+    terms = _repeated(pipelined, batch.micro_batches(layout), batch.chunk_count, layout.pp)
     terms["step"] = STEP_SECONDS
     return terms
 

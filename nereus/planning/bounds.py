@@ -1,80 +1,36 @@
-"""Lower bounds of a step that hold for every layout: the least arithmetic of a stage over the slots that it has."""
+"""Lower bounds of a step: of every plan on a placement, and of every plan there is."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from nereus.costs.training import forward_terms, train_terms
-from nereus.layout import Layout, first_problem
 from nereus.planning.evaluate import Problem
 from nereus.planning.ground import Ground
-from nereus.planning.job import PHASES_OF
 from nereus.planning.options import EngineTimes, engine_options
-from nereus.planning.plan import StageChoice
-from nereus.planning.space import Placement, Space
-from nereus.planning.stagework import batch_of, framework_work, sync_work
+from nereus.planning.space import APART, Placement, Space
+from nereus.planning.stagebounds import StageBounds
+from nereus.planning.stagework import framework_work, sync_work
 
-LEFT_OUT = frozenset({"dp", "optimizer", "bubble", "pp", "ep", "step"})
-"""Terms that some layout has none of."""
+HALVINGS = 6
+"""How finely pools are told apart in the bound of every division of the slots."""
 
 GroundOf = Callable[[tuple[int, ...]], Ground]
 
 
 @dataclass(kw_only=True)
 class Relaxation:
-    """Bounds of one problem, kept by stage and kind of slot.
-
-    A stage's slot-seconds are at least those of one slot group without pipeline and replicas at its best tensor
-    parallelism and micro-batch: pipelines and replicas add waiting and collectives to the same work.
-    """
+    """Bounds of one problem's plans. `slots` are all slots in their order."""
 
     problem: Problem
     space: Space
     times: EngineTimes
-    work: dict[tuple[str, tuple[str, ...], int], tuple[float, float]] = field(
-        default_factory=dict[tuple[str, tuple[str, ...], int], tuple[float, float]]
-    )
+    slots: tuple[int, ...]
+    stages: StageBounds = field(init=False)
     engines: dict[tuple[object, ...], float] = field(default_factory=dict[tuple[object, ...], float])
 
-    def slot_seconds(self, name: str, ground: Ground) -> tuple[float, float]:
-        """(infer, train) seconds x slots that a stage needs at least on slots of this kind."""
-        key = (name, ground.devices, max(ground.domain_slots))
-        if key not in self.work:
-            best = [float("inf"), float("inf")]
-            for tp in range(1, max(ground.domain_slots) + 1):
-                for ep in self._spreads(name):
-                    for index, seconds in enumerate(self._alone(name, ground, tp, ep)):
-                        best[index] = min(best[index], seconds)
-            self.work[key] = (best[0], best[1])
-        return self.work[key]
-
-    def _spreads(self, name: str) -> list[int]:
-        """Numbers of ranks that experts may be spread over: spread ones have more tokens each."""
-        experts = self.problem.job.model(name).config.experts
-        return [1, *(2**i for i in range(1, experts.bit_length()) if 2**i <= experts)]
-
-    def _alone(self, name: str, ground: Ground, tp: int, ep: int) -> tuple[float, float]:
-        """The least slot-seconds at this TP over micro-batches, or inf where the model cannot be cut so."""
-        job, model = self.problem.job, self.problem.job.model(name)
-        etp = 1 if ep > 1 and tp > 1 else None
-        layout = Layout(tp=tp, pp=1, dp=ep, pipeline=(model.config.layers,), ep=ep, etp=etp)
-        kind = "infer" if name.endswith("_infer") else "train"
-        if first_problem(model.config, layout, kind) is not None:
-            return float("inf"), float("inf")
-        best = [float("inf"), float("inf")]
-        for micro_batch in self.space.micro_batches:
-            if micro_batch > 1 and micro_batch * job.sample_tokens > self.space.most_packed_tokens:
-                continue
-            batch = batch_of(job, StageChoice(layout=layout, micro_batch=micro_batch), ep * micro_batch)
-            passes = [forward_terms(model.shape, layout, batch, ground.rates)]
-            if len(PHASES_OF[name]) > 1:
-                passes.append(train_terms(model.shape, layout, batch, ground.rates))
-            counts = (job.samples, job.samples * job.epochs)
-            for index, terms in enumerate(passes):
-                kept = {term: value for term, value in terms.items() if term not in LEFT_OUT}
-                best[index] = min(best[index], tp * counts[index] / micro_batch * ground.seconds(kept))
-        return best[0], best[1] if len(PHASES_OF[name]) > 1 else 0.0
+    def __post_init__(self) -> None:
+        self.stages = StageBounds(problem=self.problem, space=self.space)
 
     def generation(self, ground: Ground) -> float:
         """The least seconds of generation with all memory of these slots; inf where no engine fits."""
@@ -85,40 +41,114 @@ class Relaxation:
             self.engines[key] = min(times, default=float("inf"))
         return self.engines[key]
 
-    def placed(self, placement: Placement, ground_of: GroundOf) -> float:
-        """A step of this placement takes at least this."""
+    def placed(self, placement: Placement, ground_of: GroundOf, *, quick: bool = False) -> float:
+        """A step of this placement takes at least this; `quick`: by work alone."""
         grounds = [ground_of(pool) for pool in placement.pools]
-        infer, train = [0.0] * len(grounds), [0.0] * len(grounds)
+        infer, train, both = ([0.0] * len(grounds) for _ in range(3))
         for name, pool in placement.pool_of:
             if name != "actor_generate":
-                work = self.slot_seconds(name, grounds[pool])
-                infer[pool] += work[0] / len(grounds[pool].slots)
-                train[pool] += work[1] / len(grounds[pool].slots)
+                ground = grounds[pool]
+                least = self.stages.quick(name, ground, len(ground.slots)) if quick else self.stages.least(name, ground)
+                infer[pool] += least.infer_seconds
+                train[pool] += least.train_seconds
+                both[pool] += least.seconds
         engine = placement.of("actor_generate")
-        generation = self.generation(grounds[engine])
+        generation = self.generation(ground_of(self.slots) if quick else grounds[engine])
         trained = placement.of("actor_train")
         joint = grounds[trained]
         if trained != engine:
             joint = ground_of(placement.pools[trained] + placement.pools[engine])
-        sync = grounds[trained].seconds(sync_work(self.problem.job, joint.rates, one_domain=joint.one_domain))
-        after = max(infer) + max(train)
+        fixed = self._fixed(grounds[trained], one_domain=joint.one_domain)
+        after = max(max(infer) + max(train), *both)
         apart = sum(pool == engine for _, pool in placement.pool_of) == 1
         if apart and not self.problem.job.on_policy:
-            return sync + grounds[trained].seconds(framework_work(self.problem.job)) + max(generation, after)
-        return sync + grounds[trained].seconds(framework_work(self.problem.job)) + generation + after
+            return fixed + max(generation, after)
+        return fixed + generation + after
 
-    def anywhere(self, bounds: Sequence[float], ground_of: GroundOf) -> float:
+    def _fixed(self, ground: Ground, *, one_domain: bool) -> float:
+        """Seconds of weight sync and framework."""
+        sync = sync_work(self.problem.job, ground.rates, one_domain=one_domain)
+        return ground.seconds(sync) + ground.seconds(framework_work(self.problem.job))
+
+    def anywhere(self, every: Sequence[Placement], quick: Sequence[float], ground_of: GroundOf) -> float:
         """A step of any placement, at any division of the slots, takes at least this.
 
-        On equal slots: generation on all of them, then the work of all stages over all of them. On unequal ones what
-        was listed counts.
+        On equal slots: everything on all of them, or stages on two pools of any sizes with generation on all. On unequal
+        ones, and one step off, the placements that were listed count, of which `quick` are bounds.
         """
-        slots = self.problem.terrain.ordered()
-        ground = ground_of(slots)
+        ground = ground_of(self.slots)
         if len(ground.devices) > 1 or not self.problem.job.on_policy:
-            return min(bounds)
+            return self._listed(every, quick, ground_of)
         names = [name for name in self.problem.job.stages() if name != "actor_generate"]
-        work = sum(sum(self.slot_seconds(name, ground)) for name in names) / len(slots)
-        fixed = ground.seconds(framework_work(self.problem.job))
-        sync = ground.seconds(sync_work(self.problem.job, ground.rates, one_domain=ground.one_domain))
-        return min(*bounds, fixed + sync + self.generation(ground) + work)
+        shared = sum(self.stages.least(name, ground).seconds for name in names)
+        best = self._fixed(ground, one_domain=ground.one_domain) + self.generation(ground) + shared
+        for apart in APART if self.space.pools else ():
+            groups = [[name for name in names if name in group] for group in apart if "actor_generate" not in group]
+            if len(groups) != 1 or not groups[0]:
+                continue  # generation apart leaves the others fewer slots, and what they do waits for it
+            rest = [name for name in names if name not in groups[0]]
+            if len(apart) == 1:
+                best = self._divided((groups[0], rest), ground, len(self.slots), best, generates=True)
+            else:
+                best = self._with_engines_apart((groups[0], rest), ground, best)
+        return best
+
+    def _listed(self, every: Sequence[Placement], quick: Sequence[float], ground_of: GroundOf) -> float:
+        best = float("inf")
+        for at in sorted(range(len(every)), key=lambda at: quick[at]):
+            if quick[at] >= best:
+                break
+            best = min(best, self.placed(every[at], ground_of))
+        return best
+
+    def _divided(
+        self, groups: tuple[list[str], list[str]], ground: Ground, count: int, best: float, *, generates: bool
+    ) -> float:
+        """The least step over all divisions of `count` slots between two groups of stages, or `best` if none is below.
+
+        Between two numbers of slots of the first group, it has at most the larger and the second what the smaller leaves.
+        With `generates` generation is on the second's slots; without it, it is left out.
+        """
+        pending = [(1, count - 1, HALVINGS)] if count > 1 else []
+        while pending:
+            low, high, halvings = pending.pop()
+            rest = count - low
+            ahead = self._fixed(ground, one_domain=rest <= max(ground.domain_slots))
+            if generates:
+                ahead += self._generation_on(ground, rest)
+            bound = ahead
+            for found in (self.stages.quick, self.stages.least):
+                if bound < best:
+                    taken = [
+                        sum(found(name, ground, slots).seconds for name in names)
+                        for names, slots in zip(groups, (high, rest), strict=True)
+                    ]
+                    bound = ahead + max(taken)
+            if bound < best and (low == high or not halvings):
+                best = bound
+            elif bound < best:
+                middle = (low + high) // 2
+                pending += [(low, middle, halvings - 1), (middle + 1, high, halvings - 1)]
+        return best
+
+    def _with_engines_apart(self, groups: tuple[list[str], list[str]], ground: Ground, best: float) -> float:
+        """As `_divided` with engines on slots of their own, over all numbers of these."""
+        count = len(ground.slots)
+        pending = [(1, count - 2, HALVINGS)] if count > 2 else []
+        work = sum(self.stages.quick(name, ground, 1).seconds for names in groups for name in names)
+        while pending:
+            low, high, halvings = pending.pop()
+            generation = self._generation_on(ground, high)
+            bound = generation + self._fixed(ground, one_domain=True) + work / (count - low)
+            if bound < best and (low == high or not halvings):
+                best = generation + self._divided(groups, ground, count - low, best - generation, generates=False)
+            elif bound < best:
+                middle = (low + high) // 2
+                pending += [(low, middle, halvings - 1), (middle + 1, high, halvings - 1)]
+        return best
+
+    def _generation_on(self, ground: Ground, count: int) -> float:
+        """The least seconds of generation on so many slots of this kind, in as full domains as there are."""
+        widest = max(ground.domain_slots)
+        domains = (widest,) * (count // widest) + ((count % widest,) if count % widest else ())
+        return self.generation(replace(ground, slots=ground.slots[:count], domain_slots=domains))

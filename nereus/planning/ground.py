@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
+
+import numpy as np
 
 from nereus.costs.calibrate import Calibration, start
 from nereus.costs.coefficients import FRAMEWORK_TERMS, GENERATION_TERMS, prior_for
 from nereus.costs.host import HOST_BYTES_PER_SLOT
 from nereus.costs.rates import Rates, rates_of, weakest
-from nereus.fleet import Device, Fleet
+from nereus.fleet import Device, Fleet, Node
 
 TRAINING_TERMS = frozenset(
     {
@@ -22,6 +25,13 @@ TRAINING_TERMS = frozenset(
     }
 )
 TERMS = tuple(sorted(TRAINING_TERMS | GENERATION_TERMS | FRAMEWORK_TERMS))
+
+
+def seats(domain_slots: Sequence[int], tp: int) -> int:
+    """How many slots groups of `tp` can take in these domains; a group wider than a domain takes whole domains."""
+    if tp > max(domain_slots):
+        return sum(domain_slots) // tp * tp
+    return sum(count // tp * tp for count in domain_slots)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,9 +52,7 @@ class Ground:
 
     def seats(self, tp: int) -> int:
         """How many slots groups of `tp` can take; a group wider than a domain takes whole domains."""
-        if tp > max(self.domain_slots):
-            return len(self.slots) // tp * tp
-        return sum(count // tp * tp for count in self.domain_slots)
+        return seats(self.domain_slots, tp)
 
     @property
     def one_domain(self) -> bool:
@@ -73,7 +81,8 @@ class Terrain:
     def ordered(self) -> tuple[int, ...]:
         """Every slot: devices by falling arithmetic rate, then as the fleet numbers them."""
         device_of = self.fleet.device_of
-        speed = {device.name: self.rates_of(device).flops_per_second for device in device_of.values()}
+        devices = {node.device.name: node.device for node in self.fleet.nodes}
+        speed = {name: self.rates_of(device).flops_per_second for name, device in devices.items()}
         return tuple(sorted(device_of, key=lambda s: (-speed[device_of[s].name], device_of[s].name, s)))
 
     def rates_of(self, device: Device) -> Rates:
@@ -82,10 +91,10 @@ class Terrain:
 
     def ground(self, slots: Sequence[int]) -> Ground:
         """The ground of these slots."""
-        device_of, node_of = self.fleet.device_of, self.fleet.node_of
-        devices = {device_of[slot].name: device_of[slot] for slot in slots}
+        nodes, counted = _nodes_of(self.fleet, slots)
+        devices = {node.device.name: node.device for node in nodes}
         rates = weakest([self.rates_of(device) for device in devices.values()])
-        counts = _domains([(device_of[slot].name, int(node_of[slot])) for slot in slots], rates.slots_per_node)
+        counts = _domains([node.device.name for node in nodes], counted, rates.slots_per_node)
         beliefs = _slowest([self._belief(name) for name in sorted(devices)])
         return Ground(
             slots=tuple(slots),
@@ -99,16 +108,26 @@ class Terrain:
         )
 
     def _belief(self, device: str) -> Calibration:
-        return self.beliefs.get(device) or start(prior_for(TERMS, device, kind="rl"))
+        return self.beliefs.get(device) or _supposed(device)
 
 
-def _domains(places: Sequence[tuple[str, int]], most: int) -> tuple[int, ...]:
+@cache
+def _supposed(device: str) -> Calibration:
+    """What is believed of a device before a job ran on it."""
+    return start(prior_for(TERMS, device, kind="rl"))
+
+
+def _nodes_of(fleet: Fleet, slots: Sequence[int]) -> tuple[list[Node], list[int]]:
+    """The nodes of the slots in the order in which they come, and how many of them are on each."""
+    found, first, counts = np.unique(fleet.node_of[np.array(slots)], return_index=True, return_counts=True)
+    order = np.argsort(first)
+    return [fleet.nodes[at] for at in found[order].tolist()], counts[order].tolist()
+
+
+def _domains(devices: Sequence[str], counted: Sequence[int], most: int) -> tuple[int, ...]:
     """Slots of each link domain: nodes in order, joined while a domain of `most` slots holds them (NVL72's trays)."""
-    by_node: dict[tuple[str, int], int] = {}
-    for place in places:
-        by_node[place] = by_node.get(place, 0) + 1
     counts: list[int] = []
-    for (device, _), count in by_node.items():
+    for device, count in zip(devices, counted, strict=True):
         joined = device.startswith("gb") and bool(counts) and counts[-1] + count <= most
         if joined:
             counts[-1] += count

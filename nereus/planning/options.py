@@ -6,7 +6,7 @@ beyond that (`excess_bytes`). All stages of a pool fit exactly when the sum of t
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 
@@ -15,7 +15,7 @@ from nereus.planning.evaluate import Problem, cache_room
 from nereus.planning.ground import Ground
 from nereus.planning.job import PHASES_OF
 from nereus.planning.plan import Keep, StageChoice
-from nereus.planning.space import Space, engine_layouts, stage_choices, stage_keeps, stage_layouts
+from nereus.planning.space import engine_layouts
 from nereus.planning.stagework import Terms, forward_work, generate_work, update_work
 
 
@@ -47,41 +47,57 @@ class EngineOption:
 
 @dataclass(kw_only=True)
 class Table:
-    """The options of a stage on one ground that fit by themselves; of those that do not, the one that needs least.
+    """The options of a stage on one ground that fit by themselves, as far as they were evaluated, and what is still to be.
 
-    `smallest_bytes` counts its peak and what it leaves.
+    `choices` are by rising `bounds_seconds`, of which the first `evaluated_count` are done. Of those that do not fit
+    `smallest` needs least; `smallest_bytes` counts its peak and what it leaves.
     """
 
+    problem: Problem
+    name: str
+    ground: Ground
+    keeps: tuple[Keep, ...]
+    choices: Sequence[StageChoice]
+    bounds_seconds: Sequence[float]
     options: list[Option] = field(default_factory=list[Option])
+    evaluated_count: int = 0
+    fastest_seconds: float = float("inf")
     smallest: StageChoice | None = None
     smallest_bytes: float = float("inf")
 
+    def reach(self, seconds: float) -> int:
+        """Evaluates every choice that may take less than this; how many that were."""
+        first = self.evaluated_count
+        while self.evaluated_count < len(self.choices) and self.bounds_seconds[self.evaluated_count] < seconds:
+            self._enter(self.choices[self.evaluated_count])
+            self.evaluated_count += 1
+        return self.evaluated_count - first
 
-def stage_options(problem: Problem, name: str, ground: Ground, space: Space, *, alone: bool) -> Table:
-    """Every option of a stage that trains or infers."""
-    room = ground.room_bytes / (1 + problem.memory.margin_share)
-    keeps = stage_keeps(problem.memory, name, alone=alone)
-    table = Table()
-    for layout in stage_layouts(problem.job, name, ground, space):
-        for choice in stage_choices(problem.job, name, layout, space):
-            _enter(table, problem, name, choice, ground, keeps, room)
-    return table
+    def least_seconds(self) -> float:
+        """The seconds of the fastest option; inf where none fits by itself."""
+        while self.evaluated_count < len(self.choices):
+            if self.bounds_seconds[self.evaluated_count] >= self.fastest_seconds:
+                break
+            self._enter(self.choices[self.evaluated_count])
+            self.evaluated_count += 1
+        return self.fastest_seconds
 
-
-def _enter(
-    table: Table, problem: Problem, name: str, choice: StageChoice, ground: Ground, keeps: Iterable[Keep], room: float
-) -> None:
-    work: list[Terms] = []
-    for keep in keeps:
-        kept = replace(choice, keep=keep)
-        sizes = problem.memory.stage(problem.job, name, kept)
-        peak = max(sum(phase.values()) for phase in sizes.phases.values())
-        resident = sum(sizes.resident.values())
-        if max(peak, resident) <= room:
-            work = work or _work(problem, name, choice, ground)
-            table.options.append(_option(name, kept, ground, sizes, work))
-        elif peak + resident < table.smallest_bytes:
-            table.smallest, table.smallest_bytes = kept, peak + resident
+    def _enter(self, choice: StageChoice) -> None:
+        problem, ground = self.problem, self.ground
+        room = ground.room_bytes / (1 + problem.memory.margin_share)
+        work: list[Terms] = []
+        for keep in self.keeps:
+            kept = replace(choice, keep=keep)
+            sizes = problem.memory.stage(problem.job, self.name, kept)
+            peak = max(sum(phase.values()) for phase in sizes.phases.values())
+            resident = sum(sizes.resident.values())
+            if max(peak, resident) <= room:
+                work = work or _work(problem, self.name, choice, ground)
+                option = _option(self.name, kept, ground, sizes, work)
+                self.options.append(option)
+                self.fastest_seconds = min(self.fastest_seconds, option.seconds)
+            elif peak + resident < self.smallest_bytes:
+                self.smallest, self.smallest_bytes = kept, peak + resident
 
 
 def _work(problem: Problem, name: str, choice: StageChoice, ground: Ground) -> list[Terms]:
@@ -144,21 +160,22 @@ class EngineTimes:
         return self.known[key]
 
 
-def front(options: Iterable[Option], *, together: bool) -> list[Option]:
+def front(options: Iterable[Option], *, together: bool, apart: bool = False) -> list[Option]:
     """The options that no other one matches in everything: seconds of each block (or `together`), and bytes.
 
-    Sorted by seconds. Of equal ones the first stays.
+    Sorted by seconds. Of equal ones the first stays. `apart`: options of different layouts or sharding do not compare.
     """
-    kept: list[tuple[float, float, float, float, float]] = []
+    kept: dict[object, list[tuple[float, float, float, float, float]]] = {}
     found: list[Option] = []
     for option in sorted(options, key=attrgetter("seconds")):
         first = option.seconds if together else option.infer_seconds
         second = 0.0 if together else option.train_seconds
         resident, excess, host = option.resident_bytes, option.excess_bytes, option.host_bytes
-        for a, b, c, d, e in kept:
+        others = kept.setdefault((option.choice.layout, option.choice.sharding) if apart else None, [])
+        for a, b, c, d, e in others:
             if c <= resident and d <= excess and e <= host and a <= first and b <= second:
                 break
         else:
-            kept.append((first, second, resident, excess, host))
+            others.append((first, second, resident, excess, host))
             found.append(option)
     return found

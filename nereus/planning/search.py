@@ -11,99 +11,26 @@ Deterministic; the budget counts evaluated options and branches, never seconds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from nereus.planning.bounds import Relaxation
 from nereus.planning.evaluate import Evaluation, Problem, evaluate
 from nereus.planning.ground import Ground
 from nereus.planning.misses import near_misses
-from nereus.planning.options import (
-    EngineOption,
-    EngineTimes,
-    Option,
-    Table,
-    engine_options,
-    front,
-    stage_options,
-)
+from nereus.planning.objective import Budget, Candidate, Objective, SearchResult
+from nereus.planning.options import EngineOption, EngineTimes, Option, Table, engine_options, front
 from nereus.planning.plan import GlobalPlan, StageChoice
-from nereus.planning.space import Placement, Space, placements
+from nereus.planning.space import Placement, Space, placements, stage_keeps, stage_list
 from nereus.planning.stagework import framework_work, sync_work
 
 ENGINE = "actor_generate"
-
-
-def free(plan: GlobalPlan) -> float:
-    """The price of a change that costs nothing."""
-    del plan
-    return 0.0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Objective:
-    """What is minimised: `horizon_steps` x step seconds + `price` seconds of reaching the plan.
-
-    Equal to maximising horizon x saving - price: the present plan's step is a constant. `price_bound` is never above
-    `price` and cheap; `price` is asked for only where the bound leaves a chance. `priced` false: both are 0.
-    """
-
-    horizon_steps: float = 1.0
-    price: Callable[[GlobalPlan], float] = free
-    price_bound: Callable[[GlobalPlan], float] = free
-
-    @property
-    def priced(self) -> bool:
-        """Whether plans cost something to reach."""
-        return self.price is not free
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Budget:
-    """How much may be evaluated: options of stages, and branches and plans of the search, together."""
-
-    nodes: int = 2_000_000
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Candidate:
-    """A plan that fits, with its cost under the objective, and its step and price in seconds."""
-
-    plan: GlobalPlan
-    cost_seconds: float
-    step_seconds: float
-    price_seconds: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SearchResult:
-    """The best plans, cheapest first, of different layouts; what was too large; how much better any plan could be.
-
-    `lower_bound_seconds` is below the cost of every plan there is, other numbers of replicas and divisions of the
-    slots included; where slots are not `equal_slots`, of every plan on the placements that were listed. `exact` says that every plan was judged, so that it is the best one's cost. `near_misses` are faster
-    plans that do not fit, or without any that fits those that come closest.
-    """
-
-    candidates: tuple[Candidate, ...]
-    near_misses: tuple[Evaluation, ...]
-    lower_bound_seconds: float
-    exact: bool
-    evaluated_nodes: int
-    finished: bool
-    equal_slots: bool
-
-    @property
-    def best(self) -> Candidate | None:
-        """The best plan, None where nothing fits."""
-        return self.candidates[0] if self.candidates else None
-
-    @property
-    def gap_share(self) -> float:
-        """By how much of its cost the best plan may be above the best there is."""
-        if not self.candidates:
-            return 0.0
-        cost = self.candidates[0].cost_seconds
-        return max(0.0, (cost - self.lower_bound_seconds) / cost) if cost > 0 else 0.0
+FIRST_ABOVE_SHARE = 0.01
+"""So far above the least seconds of its stages a plan is tried first."""
+MOST_ABOVE_SHARE = 2.0
+"""Beyond so much of the step's bound everything is tried."""
 
 
 @dataclass(kw_only=True)
@@ -117,16 +44,17 @@ class _Search:
     budget_nodes: int
     kept: dict[tuple[object, ...], Candidate] = field(default_factory=dict[tuple[object, ...], Candidate])
     tables: dict[tuple[object, ...], Table] = field(default_factory=dict[tuple[object, ...], Table])
-    fronts: dict[tuple[object, ...], list[Option]] = field(default_factory=dict[tuple[object, ...], list[Option]])
     grounds: dict[tuple[int, ...], Ground] = field(default_factory=dict[tuple[int, ...], Ground])
     times: EngineTimes = field(init=False)
     relaxation: Relaxation = field(init=False)
     nodes: int = 0
-    limit_seconds: float = float("inf")
+    worst_seconds: float = float("inf")
+    tried_seconds: float = float("inf")
 
     def __post_init__(self) -> None:
         self.times = EngineTimes(problem=self.problem)
-        self.relaxation = Relaxation(problem=self.problem, space=self.space, times=self.times)
+        slots = self.problem.terrain.ordered()
+        self.relaxation = Relaxation(problem=self.problem, space=self.space, times=self.times, slots=slots)
 
     @property
     def spent(self) -> bool:
@@ -138,21 +66,33 @@ class _Search:
         return self.grounds[slots]
 
     def table(self, name: str, ground: Ground, *, alone: bool) -> Table:
-        """The options of a stage; alike grounds share a table."""
+        """The choices of a stage; alike grounds share a table."""
         key = (name, ground.domain_slots, ground.devices, alone)
         if key not in self.tables:
-            self.tables[key] = stage_options(self.problem, name, ground, self.space, alone=alone)
-            self.nodes += len(self.tables[key].options)
+            choices = stage_list(self.problem.job, name, ground, self.space)
+            bounds = self.relaxation.stages
+            infer, train = bounds.seconds(name, ground, bounds.rows(name, ground, choices))
+            order: list[int] = np.argsort(infer + train, kind="stable").tolist()
+            self.tables[key] = Table(
+                problem=self.problem,
+                name=name,
+                ground=ground,
+                keeps=stage_keeps(self.problem.memory, name, alone=alone),
+                choices=[choices[at] for at in order],
+                bounds_seconds=(infer + train)[order].tolist(),
+            )
         return self.tables[key]
 
-    def options(self, name: str, ground: Ground, *, alone: bool, together: bool) -> list[Option]:
-        """The options of a stage that may be in the best plan, fastest first."""
-        key = (name, ground.domain_slots, ground.devices, alone, together)
-        if key not in self.fronts:
-            options = self.table(name, ground, alone=alone).options
-            priced = self.objective.priced
-            self.fronts[key] = sorted(options, key=_seconds) if priced else front(options, together=together)
-        return self.fronts[key]
+    def options(self, table: Table, most_seconds: float, *, together: bool) -> list[Option]:
+        """The options of a stage that may be in the best plan and take less than `most_seconds`, fastest first."""
+        self.nodes += table.reach(most_seconds)
+        near = (option for option in table.options if option.seconds < most_seconds)
+        return front(near, together=together, apart=self.objective.priced)
+
+    @property
+    def limit_seconds(self) -> float:
+        """The cost that a plan must be below: of the worst plan kept, and for now of what is tried."""
+        return min(self.worst_seconds, self.tried_seconds)
 
     def offer(self, plan: GlobalPlan, step: float) -> None:
         """Keeps a plan that fits if it is among the best of its kind; asks for its price only if its bound allows."""
@@ -169,11 +109,7 @@ class _Search:
         if len(self.kept) > self.top_count:
             del self.kept[max(self.kept, key=lambda each: self.kept[each].cost_seconds)]
         if len(self.kept) == self.top_count:
-            self.limit_seconds = max(each.cost_seconds for each in self.kept.values())
-
-
-def _seconds(option: Option) -> float:
-    return option.seconds
+            self.worst_seconds = max(each.cost_seconds for each in self.kept.values())
 
 
 def _in_pool(choice: StageChoice, pool: int) -> StageChoice:
@@ -312,11 +248,13 @@ def search(
     top_count: int = 5,
     budget: Budget | None = None,
     known: Sequence[GlobalPlan] = (),
+    with_misses: bool = False,
 ) -> SearchResult:
     """The `top_count` best plans of different layouts, with a bound on what was missed.
 
     The first is the best of the space where the budget sufficed; the others are the best of those that the search met.
-    `known` plans, such as the present one, are judged first: what they reach, the search need not look below.
+    `known` plans, such as the present one, are judged first: what they reach, the search need not look below. Where something
+    fits, near misses are looked for `with_misses` alone.
     """
     space = space or Space()
     state = _Search(
@@ -326,36 +264,40 @@ def search(
         top_count=top_count,
         budget_nodes=(budget or Budget()).nodes,
     )
-    slots = problem.terrain.ordered()
+    slots = state.relaxation.slots
     every = list(placements(problem.job.stages(), slots, _borders(problem, slots), space))
-    bounds = [state.relaxation.placed(placement, state.ground) for placement in every]
+    quick = [state.relaxation.placed(placement, state.ground, quick=True) for placement in every]
     for plan in known:
         judged = evaluate(problem, plan)
         state.nodes += 1
         if judged.fits:
             state.offer(plan, judged.step.mean_seconds)
-    finished = _finished(state, every, bounds)
+    finished = _finished(state, every, quick)
     ordered = sorted(state.kept.values(), key=lambda each: each.cost_seconds)
     exact = finished and len(slots) <= space.exact_slots
-    least = state.objective.horizon_steps * state.relaxation.anywhere(bounds, state.ground)
     if exact and ordered:
         least = ordered[0].cost_seconds
+    else:
+        least = state.objective.horizon_steps * state.relaxation.anywhere(every, quick, state.ground)
     return SearchResult(
         candidates=tuple(ordered),
-        near_misses=tuple(_misses(state, every[0], ordered)),
+        near_misses=tuple(_misses(state, every[0], ordered)) if with_misses or not ordered else (),
         lower_bound_seconds=least,
         exact=exact,
         evaluated_nodes=state.nodes,
         finished=finished,
-        equal_slots=not _borders(problem, slots),
+        covers_all=not _borders(problem, slots) and problem.job.on_policy,
     )
 
 
-def _finished(state: _Search, every: Sequence[Placement], bounds: Sequence[float]) -> bool:
+def _finished(state: _Search, every: Sequence[Placement], quick: Sequence[float]) -> bool:
     """Explores the placements, the shared one first, then by bound; whether the budget sufficed."""
-    for index in (0, *sorted(range(1, len(every)), key=lambda i: (bounds[i], i))):
-        if state.objective.horizon_steps * bounds[index] < state.limit_seconds:
-            _explore(state, every[index])
+    horizon = state.objective.horizon_steps
+    for index in (0, *sorted(range(1, len(every)), key=lambda i: (quick[i], i))):
+        if horizon * quick[index] < state.limit_seconds:
+            bound = state.relaxation.placed(every[index], state.ground)
+            if horizon * bound < state.limit_seconds:
+                _explore(state, every[index], bound)
         if state.spent:
             return False
     return True
@@ -366,38 +308,115 @@ def _borders(problem: Problem, slots: Sequence[int]) -> list[int]:
     return [i for i in range(1, len(slots)) if device_of[slots[i]].name != device_of[slots[i - 1]].name]
 
 
-def _explore(state: _Search, placement: Placement) -> None:
+def _explore(state: _Search, placement: Placement, bound: float) -> None:
+    """All plans of a placement that are better than the worst of those kept; `bound` is below each of their steps."""
     grounds = [state.ground(pool) for pool in placement.pools]
-    names = tuple(name for name, _ in placement.pool_of if name != ENGINE)
     pool_of = dict(placement.pool_of)
     sharing = [sum(pool == other for _, other in placement.pool_of) for pool in range(len(grounds))]
+    served = pool_of[ENGINE]
     engines = engine_options(
         state.problem,
-        grounds[pool_of[ENGINE]],
+        grounds[served],
         every_slot=state.space.every_slot,
-        fewer=state.objective.priced and len(placement.pools[pool_of[ENGINE]]) <= state.space.exact_slots,
+        fewer=state.objective.priced and len(placement.pools[served]) <= state.space.exact_slots,
     )
-    lists: list[list[Option]] = []
-    for name in names:
-        pool = pool_of[name]
-        lists.append(state.options(name, grounds[pool], alone=sharing[pool] == 1, together=len(grounds) == 1))
-        if not lists[-1]:
-            return
-    if not engines:
+    tables = {
+        name: state.table(name, grounds[pool], alone=sharing[pool] == 1)
+        for name, pool in placement.pool_of
+        if name != ENGINE
+    }
+    if not engines or bound == float("inf"):
         return
-    descent = _Descent(
+    least = _least(state, tables)
+    if max(least.values()) == float("inf"):
+        return
+    _Exploration(
         search=state,
         placement=placement,
-        names=names,
-        lists=lists,
+        tables=tables,
         engines=engines,
-        pools=[pool_of[name] for name in names],
         grounds=grounds,
-        constant_seconds=constant_seconds(state.problem, placement, state.ground),
-        beside=not state.problem.job.on_policy and sharing[pool_of[ENGINE]] == 1,
-    )
-    empty = [(0.0, 0.0, 0.0)] * len(grounds)
-    descent.descend(0, [0.0] * len(grounds), [0.0] * len(grounds), empty)
+        least_seconds=least,
+        beside=not state.problem.job.on_policy and sharing[served] == 1,
+    ).run(bound)
+
+
+def _least(state: _Search, tables: Mapping[str, Table]) -> dict[str, float]:
+    """The seconds of each stage's fastest option."""
+    least: dict[str, float] = {}
+    for name, table in tables.items():
+        before = table.evaluated_count
+        least[name] = table.least_seconds()
+        state.nodes += table.evaluated_count - before
+    return least
+
+
+@dataclass(kw_only=True)
+class _Exploration:
+    """One placement's plans: those little above the bound first, then those twice as far above, until they are enough."""
+
+    search: _Search
+    placement: Placement
+    tables: Mapping[str, Table]
+    engines: list[EngineOption]
+    grounds: list[Ground]
+    least_seconds: Mapping[str, float]
+    beside: bool
+
+    def __post_init__(self) -> None:
+        self.pools = [self.placement.of(name) for name in self.tables]
+        named = list(zip(self.tables, self.pools, strict=True))
+        self.by_pool = [
+            sum(self.least_seconds[name] for name, own in named if own == pool) for pool in range(len(self.grounds))
+        ]
+        self.constant = constant_seconds(self.search.problem, self.placement, self.search.ground)
+
+    def run(self, bound: float) -> None:
+        """Until every plan that may be better than the worst one kept was judged, or the budget is spent."""
+        search, horizon = self.search, self.search.objective.horizon_steps
+        served = self.placement.of(ENGINE)
+        ahead = self.constant
+        if not self.beside:
+            ahead += search.relaxation.generation(self.grounds[served])
+        bound, above = max(bound, ahead + max(self.by_pool)), FIRST_ABOVE_SHARE * sum(self.by_pool)
+        while not search.spent:
+            is_near = above < MOST_ABOVE_SHARE * bound
+            tried = horizon * (bound + above) if is_near else float("inf")
+            search.tried_seconds = tried
+            room = search.limit_seconds / horizon - ahead if horizon else float("inf")
+            near = max(self.by_pool) + above
+            hidden = self.beside and is_near and room > near  # behind generation nothing is too slow
+            self.descend(near if hidden else room)
+            search.tried_seconds = float("inf")
+            if search.worst_seconds <= (horizon * bound if hidden else tried):
+                return
+            above *= 2
+
+    def descend(self, room_seconds: float) -> None:
+        """Plans of the options beside which the fastest of their pool's other stages stay within `room_seconds`."""
+        lists = [
+            self.search.options(
+                table,
+                room_seconds - self.by_pool[pool] + self.least_seconds[name],
+                together=len(self.grounds) == 1,
+            )
+            for (name, table), pool in zip(self.tables.items(), self.pools, strict=True)
+        ]
+        if not all(lists):
+            return
+        descent = _Descent(
+            search=self.search,
+            placement=self.placement,
+            names=tuple(self.tables),
+            lists=lists,
+            engines=self.engines,
+            pools=self.pools,
+            grounds=self.grounds,
+            constant_seconds=self.constant,
+            beside=self.beside,
+        )
+        count = len(self.grounds)
+        descent.descend(0, [0.0] * count, [0.0] * count, [(0.0, 0.0, 0.0)] * count)
 
 
 def constant_seconds(problem: Problem, placement: Placement, ground_of: Callable[[tuple[int, ...]], Ground]) -> float:
@@ -417,5 +436,8 @@ def _misses(state: _Search, placement: Placement, ordered: Sequence[Candidate]) 
         if name != ENGINE
     }
     best = ordered[0] if ordered else None
+    if best is None:
+        for table in tables.values():
+            table.reach(float("inf"))
     seconds = best.step_seconds if best else float("inf")
     return near_misses(state.problem, tables, best.plan if best else None, seconds)

@@ -1,8 +1,8 @@
 """Which plans there are: the layouts of a model-stage on a pool, and how model-stages are divided among pools.
 
 On at most `exact_slots` slots every degree counts: all TP, PP, DP whose product fits, and every division of the slots.
-Above, PP is one of PIPELINES, DP the most that fits and has work, and pools end at devices and at eighths of the fleet
-(quarters above 64 slots).
+Above, DP is the most that fits and has work, and pools end at devices and at eighths of the fleet (quarters above 64
+slots).
 
 Left out, for they are never better: optimizer state not sharded (each collective is as long and none is hidden),
 selective recomputation (kernels that fuse attention keep nothing of what it repeats), offloading in a pool that nobody
@@ -12,20 +12,24 @@ shares.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import combinations
 from math import ceil
+from typing import Literal
 
+from nereus.config import ModelConfig
 from nereus.costs.training import Recompute, Sharding
 from nereus.layout import Layout, equal_shares, first_problem
 from nereus.planning.bytes import MemoryModel
-from nereus.planning.ground import Ground
+from nereus.planning.ground import Ground, seats
 from nereus.planning.job import Job
 from nereus.planning.plan import Keep, StageChoice
 
 LONG_TOKENS = 16_384
 """From this length on sequences are cut too (context parallelism)."""
-PIPELINES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+LIGHTER_LAYERS = (1, 2, 3, 4, 6, 8)
+"""By so many layers a pipeline's last rank, which has the head, may be lighter."""
 APART: tuple[tuple[tuple[str, ...], ...], ...] = (
     (),
     (("actor_generate",),),
@@ -107,47 +111,64 @@ def _cuts(count: int, borders: Sequence[int]) -> list[int]:
 
 def stage_layouts(job: Job, name: str, ground: Ground, space: Space) -> Iterator[Layout]:
     """Every layout of a stage that trains or infers which the model and the ground admit."""
-    config = job.model(name).config
-    kind = "infer" if name.endswith("_infer") else "train"
-    exact = len(ground.slots) <= space.exact_slots
-    for tp in range(1, max(ground.domain_slots) + 1):
-        if first_problem(config, Layout(tp=tp, pp=1, dp=1, pipeline=(config.layers,)), kind) is not None:
+    yield from _layouts(_asked(job, name), ground.domain_slots, space)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Asked:
+    """What of a job the choices of one stage follow from; `sequences` of a mini-batch, or of the batch."""
+
+    config: ModelConfig
+    kind: Literal["train", "infer"]
+    sequences: int
+    is_long: bool
+
+
+def _asked(job: Job, name: str) -> _Asked:
+    trains = name.endswith("_train")
+    return _Asked(
+        config=job.model(name).config,
+        kind="train" if trains else "infer",
+        sequences=max(1, ceil(job.samples / job.mini_batches)) if trains else job.samples,
+        is_long=job.longest_tokens >= LONG_TOKENS,
+    )
+
+
+def _layouts(asked: _Asked, domain_slots: Sequence[int], space: Space) -> Iterator[Layout]:
+    config, count = asked.config, sum(domain_slots)
+    exact = count <= space.exact_slots
+    for tp in range(1, max(domain_slots) + 1):
+        if first_problem(config, Layout(tp=tp, pp=1, dp=1, pipeline=(config.layers,)), asked.kind) is not None:
             continue
-        seats = ground.seats(tp)
-        for cp in (1, 2, 4, 8) if job.longest_tokens >= LONG_TOKENS else (1,):
-            for pp in range(1, min(config.layers, seats // (tp * cp)) + 1):
-                if (not exact and pp not in PIPELINES) or (space.only_tp_pp and (tp, pp) not in space.only_tp_pp):
+        places = seats(domain_slots, tp)
+        for cp in (1, 2, 4, 8) if asked.is_long else (1,):
+            for pp in range(1, min(config.layers, places // (tp * cp)) + 1):
+                if space.only_tp_pp and (tp, pp) not in space.only_tp_pp:
                     continue
+                most = places // (tp * cp * pp)
                 for pipeline in splits(config.layers, pp, turned=exact):
-                    for dp in _replicas(job, name, seats // (tp * cp * pp), exact=exact):
+                    for dp in range(1, most + 1) if exact else _most_replicas(asked, most):
                         layout = Layout(tp=tp, pp=pp, dp=dp, pipeline=pipeline, cp=cp)
-                        if not space.every_slot or _whole(layout, ground):
-                            yield from _with_experts(job, name, layout)
+                        if not space.every_slot or (layout.ranks == count and len(set(pipeline)) == 1):
+                            yield from _with_experts(asked, layout)
 
 
-def _whole(layout: Layout, ground: Ground) -> bool:
-    return layout.ranks == len(ground.slots) and len(set(layout.pipeline)) == 1
-
-
-def _replicas(job: Job, name: str, most: int, *, exact: bool) -> Sequence[int]:
-    if exact:
-        return range(1, most + 1)
-    samples = job.samples if name.endswith("_infer") else max(1, ceil(job.samples / job.mini_batches))
-    return (min(most, samples),) if most else ()
+def _most_replicas(asked: _Asked, most: int) -> Sequence[int]:
+    return (min(most, asked.sequences),) if most else ()
 
 
 def splits(layers: int, pp: int, *, turned: bool = True) -> Iterator[tuple[int, ...]]:
     """Pipelines of these layers: as even as can be with more layers first; `turned` round; with a lighter last rank."""
     even = equal_shares(layers, pp)
-    lighter = equal_shares(layers + 1, pp)
-    lighter = (*lighter[:-1], lighter[-1] - 1)
-    cuts = (even, even[::-1], lighter) if turned else (even, lighter)
+    cuts = [even, even[::-1]] if turned else [even]
+    for less in LIGHTER_LAYERS if pp > 1 else ():
+        padded = equal_shares(layers + less, pp)
+        cuts.append((*padded[:-1], padded[-1] - less))
     yield from dict.fromkeys(cut for cut in cuts if cut[-1] >= 1)
 
 
-def _with_experts(job: Job, name: str, layout: Layout) -> Iterator[Layout]:
-    config = job.model(name).config
-    kind = "infer" if name.endswith("_infer") else "train"
+def _with_experts(asked: _Asked, layout: Layout) -> Iterator[Layout]:
+    config = asked.config
     yield layout
     ep = 2
     while config.experts and ep <= config.experts:
@@ -155,24 +176,42 @@ def _with_experts(job: Job, name: str, layout: Layout) -> Iterator[Layout]:
         spread = Layout(
             tp=layout.tp, pp=layout.pp, dp=layout.dp, pipeline=layout.pipeline, cp=layout.cp, ep=ep, etp=etp
         )
-        if first_problem(config, spread, kind) is None:
+        if first_problem(config, spread, asked.kind) is None:
             yield spread
         ep *= 2
 
 
+def micro_batches(job: Job, space: Space) -> tuple[int, ...]:
+    """The sizes of micro-batches that are not too many tokens."""
+    most = space.most_packed_tokens
+    return tuple(size for size in space.micro_batches if size == 1 or size * job.sample_tokens <= most)
+
+
 def stage_choices(job: Job, name: str, layout: Layout, space: Space) -> Iterator[StageChoice]:
     """Every way to run a layout, with everything resident."""
-    trains = name.endswith("_train")
-    sequences = job.samples if not trains else max(1, ceil(job.samples / job.mini_batches))
-    most = ceil(sequences / layout.dp)
+    yield from _choices(_asked(job, name), layout, replace(space, micro_batches=micro_batches(job, space)))
+
+
+def _choices(asked: _Asked, layout: Layout, space: Space) -> Iterator[StageChoice]:
+    most = ceil(asked.sequences / layout.dp)
     for sharding in space.shardings:
         if sharding == "full" and (layout.tp > 1 or layout.pp > 1 or layout.optimizer_ranks == 1):
             continue
         for micro_batch in space.micro_batches:
-            if micro_batch > 1 and (micro_batch > most or micro_batch * job.sample_tokens > space.most_packed_tokens):
+            if micro_batch > 1 and micro_batch > most:
                 continue
-            for recompute in space.recomputes if trains else space.recomputes[:1]:
+            for recompute in space.recomputes if asked.kind == "train" else space.recomputes[:1]:
                 yield StageChoice(layout=layout, micro_batch=micro_batch, recompute=recompute, sharding=sharding)
+
+
+def stage_list(job: Job, name: str, ground: Ground, space: Space) -> tuple[StageChoice, ...]:
+    """Every choice of a stage that trains or infers on a ground, with everything resident; the same asked twice is at hand."""
+    return _listed(_asked(job, name), ground.domain_slots, replace(space, micro_batches=micro_batches(job, space)))
+
+
+@lru_cache(maxsize=256)
+def _listed(asked: _Asked, domain_slots: tuple[int, ...], space: Space) -> tuple[StageChoice, ...]:
+    return tuple(choice for layout in _layouts(asked, domain_slots, space) for choice in _choices(asked, layout, space))
 
 
 def stage_keeps(memory: MemoryModel, name: str, *, alone: bool) -> tuple[Keep, ...]:

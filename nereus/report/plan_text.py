@@ -8,8 +8,8 @@ from dataclasses import asdict
 from nereus.costs.calibrate import Prediction
 from nereus.planning.evaluate import Evaluation, PoolPeak
 from nereus.planning.job import BLOCK_OF
+from nereus.planning.objective import SearchResult
 from nereus.planning.plan import GlobalPlan, StageChoice, ranges_text
-from nereus.planning.search import SearchResult
 
 GIB, MIB = 1024**3, 1024**2
 BLOCKS = tuple(dict.fromkeys(BLOCK_OF.values()))
@@ -38,7 +38,7 @@ def search_text(result: SearchResult, judged: Sequence[Evaluation]) -> str:
     if judged:
         shown = " (every plan was judged)" if result.exact else ""
         short = "" if result.finished else "; the budget ended the search"
-        other = "plan" if result.equal_slots else "plan on the pools that were tried"
+        other = "plan" if result.covers_all else "plan on the pools that were tried"
         best = f"no {other} is more than {result.gap_share:.1%} faster than the first"
         lines += ["", f"{best}{shown}; {result.evaluated_nodes:,} options and branches judged{short}"]
     return "\n".join(lines) + "\n"

@@ -13,8 +13,9 @@ from nereus.fleet import DEVICES, Device, uniform
 from nereus.layout import Layout
 from nereus.planning.evaluate import evaluate
 from nereus.planning.ground import Terrain
+from nereus.planning.objective import Budget, Objective
 from nereus.planning.plan import GlobalPlan, StageChoice
-from nereus.planning.search import Budget, Objective, search
+from nereus.planning.search import search
 from nereus.planning.space import Space
 from tests.planning.definition import best_step, choices
 from tests.planning.scenes import problem_of, small_problem
