@@ -131,7 +131,7 @@ class Controller:
         if plan == self.plan:
             return None
         self._wanted = plan
-        return ChangePlan(step=step, plan=plan, reason=f"scripted before step {step}")
+        return ChangePlan(step=step, plan=plan, reason="scripted")
 
 
 def _fits(change: ChangeConfig, slots: int) -> bool:

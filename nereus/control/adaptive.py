@@ -29,6 +29,8 @@ RECENT_COUNT = 4
 """How many plans that ran are priced again in every search."""
 AHEAD_STEPS = 3
 """So long before a change is forced by a plan that stops fitting, candidates are searched anew."""
+WHOLE_STEPS = 4
+"""All candidates are weighed at least so often, the nearest at every step."""
 
 
 class Adaptive:
@@ -50,6 +52,7 @@ class Adaptive:
         self.evident = False
         self._due: str | None = None
         self._answer: SearchDone | None = None
+        self._near: tuple[str, int] | None = None  # the nearest when all were weighed, and how many steps ago
         self._foreseen = False  # a search was asked for because the plan stops fitting
         self._counted = True  # the regret of the last step
         self._ran: dict[str, Plan] = {self._plan_id: first}
@@ -112,13 +115,13 @@ class Adaptive:
 
     def happened(self, reason: str, *, ended: bool) -> None:
         """A search is due; the plan's life may have ended. What put it on probation no longer holds."""
-        self._due, self._answer, self.probation = reason, None, None
+        self._due, self._answer, self.probation, self._near = reason, None, None, None
         if ended:
             self.history = self.history.ended()
 
     def answered(self, answer: SearchDone) -> None:
         """Meets the candidates."""
-        self._due, self._answer, self._bars = None, answer, None
+        self._due, self._answer, self._bars, self._near = None, answer, None, None
         self._kinds |= {c.plan_id: c.kind for c in answer.candidates}
         self.outlook = self.outlook.met(answer.candidates)
 
@@ -128,7 +131,7 @@ class Adaptive:
             wanted = self.caution.wanted_steps(self.caution.probation_steps, self.noise.share)
             self.probation = Probation(plan_id=plan_id, before_id=self._plan_id, wanted_steps=wanted)
         self._plan_id, self._kind = plan_id, self._kinds.get(plan_id) or plan_kind(plan)
-        self._answer, self._due, self._foreseen = None, None, False
+        self._answer, self._due, self._foreseen, self._near = None, None, False, None
         self.regret_seconds, self._counted = 0.0, True
         self._ran.pop(plan_id, None)
         self._ran[plan_id] = plan
@@ -158,10 +161,18 @@ class Adaptive:
         )
 
     def choose(self, situation: Situation) -> Choice:
-        """Weighs the answer's candidates; without an answer the step runs if it can."""
-        weighed = self._weighed(situation)
+        """Weighs the answer's candidates; without an answer the step runs if it can.
+
+        While the nearest is rejected as before, the others wait: whatever is decided anew is decided among all.
+        """
+        weighed = self._weighed(situation, self._near_id())
         self._count_regret(weighed)
         admission = self._admission(situation, weighed)
+        if self._near is not None and self._said(situation, admission) != self._last:
+            self._near = None
+            weighed = self._weighed(situation)
+            admission = self._admission(situation, weighed)
+        self._weighed_all(weighed)
         entries = self._take_entries(situation, admission, weighed)
         if isinstance(admission, Rejected):
             action = "wait" if situation.broken or self._misfit_now(situation.plan_id) else "stay"
@@ -174,7 +185,20 @@ class Adaptive:
         plan = next(c.plan for c in answer.candidates if c.plan_id == plan_id)
         return Choice(action="move", plan=plan, plan_id=plan_id, reason=_why(admission), entries=entries)
 
-    def _weighed(self, situation: Situation) -> tuple[Weighed, ...]:
+    def _near_id(self) -> str | None:
+        """The one candidate to weigh; None for all of them."""
+        if self._near is not None and self._near[1] >= WHOLE_STEPS:
+            self._near = None
+        return None if self._near is None else self._near[0]
+
+    def _weighed_all(self, weighed: tuple[Weighed, ...]) -> None:
+        """Counts the steps since all were weighed."""
+        if self._near is not None:
+            self._near = (self._near[0], self._near[1] + 1)
+        elif (best := nearest(weighed)) is not None:
+            self._near = (best.plan_id, 1)
+
+    def _weighed(self, situation: Situation, near_id: str | None = None) -> tuple[Weighed, ...]:
         if situation.answer is None:
             return ()
         known = Known(
@@ -188,7 +212,8 @@ class Adaptive:
         if self._bars is None:
             usable = frozenset(situation.usable_slots)
             self._bars = {c.plan_id: barred(c, usable, situation.switches) for c in situation.answer.candidates}
-        return tuple(weigh(c, known, self._barred(c, situation)) for c in situation.answer.candidates)
+        found = (c for c in situation.answer.candidates if near_id in (None, c.plan_id))
+        return tuple(weigh(c, known, self._barred(c, situation)) for c in found)
 
     def _barred(self, candidate: Candidate, situation: Situation) -> str:
         if candidate.plan_id == situation.plan_id and not situation.broken:
@@ -247,11 +272,7 @@ class Adaptive:
         """What to record: every change, and a rejection when its reason, its candidate or the answer is another."""
         entries, self._entries = self._entries, ()
         search = None if situation.answer is None else situation.answer.search_id
-        if isinstance(admission, Rejected):
-            best = None if admission.best is None else admission.best.plan_id
-            now = (admission.reason, best, search, situation.plan_id)
-        else:
-            now = (type(admission).__name__, admission.chosen.plan_id, search, situation.plan_id)
+        now = self._said(situation, admission)
         if now == self._last or search is None:  # without an answer nothing was weighed
             return entries
         self._last = now
@@ -269,6 +290,14 @@ class Adaptive:
             dry=situation.switches.dry_run,
         )
         return (*entries, decision)
+
+    def _said(self, situation: Situation, admission: Admission) -> tuple[object, ...]:
+        """What of a decision is worth another record when it changes."""
+        search = None if situation.answer is None else situation.answer.search_id
+        if isinstance(admission, Rejected):
+            best = None if admission.best is None else admission.best.plan_id
+            return (admission.reason, best, search, situation.plan_id)
+        return (type(admission).__name__, admission.chosen.plan_id, search, situation.plan_id)
 
     def check(self) -> None:
         """What it holds does not contradict itself."""

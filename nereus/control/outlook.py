@@ -12,7 +12,7 @@ from math import sqrt
 
 from nereus.config import Config
 from nereus.control.records import Candidate, Estimate, Misfit, StepMeasured
-from nereus.costs.calibrate import Calibration, Margin, predict
+from nereus.costs.calibrate import Calibration, Margin, moments
 from nereus.costs.profile import Profile
 from nereus.costs.training import Terms
 from nereus.forecast import first_passing, trend
@@ -213,10 +213,9 @@ def believed(calibrations: Mapping[PhaseKind, Calibration], phases: Mapping[str,
             total[name] = total.get(name, 0.0) + seconds
     mean = variance = 0.0
     for kind, terms in summed.items():
-        calibration = calibrations[kind]
-        found = predict(replace(calibration, prior=replace(calibration.prior, noise_share=0.0)), terms)
-        mean += found.mean_seconds
-        variance += found.deviation_seconds**2
+        kind_mean, kind_variance = moments(calibrations[kind], terms)
+        mean += kind_mean
+        variance += kind_variance
     return Estimate(mean_seconds=mean, deviation_seconds=sqrt(variance))
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache, lru_cache
 from math import exp, log
 
 import numpy as np
@@ -49,12 +50,12 @@ class Prior:
     @property
     def terms(self) -> tuple[str, ...]:
         """The names of the coefficients, in order."""
-        return tuple(sorted(self.means))
+        return _in_order(tuple(self.means))
 
     def covariance(self) -> Matrix:
-        """[terms, terms] covariance of the coefficients over their means."""
-        own = np.array([self.own_shares.get(name, self.own_share) for name in self.terms])
-        return np.diag(own**2) + self.common_share**2
+        """[terms, terms] covariance of the coefficients over their means. Shared: not to be written to."""
+        own = tuple([self.own_shares.get(name, self.own_share) for name in self.terms])
+        return _covariance(own, self.common_share)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,10 +96,28 @@ def start(prior: Prior) -> Calibration:
 
 def predict(state: Calibration, terms: Mapping[str, float]) -> Prediction:
     """What the terms will take. KeyError names a term without a coefficient."""
-    design = _design(state.prior, terms)
-    mean = float(design @ np.array(state.mean_shares))
-    variance = float(design @ np.array(state.covariance_shares) @ design) + (state.prior.noise_share * mean) ** 2
-    return Prediction(mean_seconds=mean, deviation_seconds=variance**0.5)
+    mean, variance = moments(state, terms)
+    return Prediction(mean_seconds=mean, deviation_seconds=(variance + (state.prior.noise_share * mean) ** 2) ** 0.5)
+
+
+def moments(state: Calibration, terms: Mapping[str, float]) -> tuple[float, float]:
+    """Mean of the terms' seconds and the variance of what is believed of it, without a measurement's noise. As `predict`.
+
+    In plain numbers: a plan has few terms, and a controller asks for many plans before every step.
+    """
+    means, at = state.prior.means, _places(tuple(state.prior.means))
+    try:
+        weights = [(at[name], means[name] * seconds) for name, seconds in terms.items() if seconds]
+    except KeyError:
+        _design(state.prior, terms)
+        raise
+    factors, covariance = state.mean_shares, state.covariance_shares
+    mean = sum([weight * factors[i] for i, weight in weights])
+    variance = 0.0
+    for i, weight in weights:
+        row = covariance[i]
+        variance += weight * sum([other * row[j] for j, other in weights])
+    return mean, max(variance, 0.0)
 
 
 def observe(state: Calibration, terms: Mapping[str, float], measured_seconds: float) -> Calibration:
@@ -121,10 +140,10 @@ def observe(state: Calibration, terms: Mapping[str, float], measured_seconds: fl
         weight = (FREEDOM + 1) / (FREEDOM + surprise**2) if abs(surprise) > 1 else 1.0
     gain = covariance @ design / (spread + noise / weight)
     factors = np.maximum(factors + gain * residual, LEAST_COEFFICIENT)
-    covariance -= np.outer(gain, design @ covariance)
+    covariance = covariance - np.outer(gain, design @ covariance)
     return replace(
         state,
-        mean_shares=tuple(float(factor) for factor in factors),
+        mean_shares=tuple(factors.tolist()),
         covariance_shares=_frozen((covariance + covariance.T) / 2),
         observation_count=state.observation_count + 1,
         surprise_count=streak,
@@ -219,8 +238,25 @@ class Factor:
         )
 
 
+@cache
+def _in_order(names: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(sorted(names))
+
+
+@cache
+def _places(names: tuple[str, ...]) -> Mapping[str, int]:
+    return {name: place for place, name in enumerate(_in_order(names))}
+
+
+@lru_cache(maxsize=256)
+def _covariance(own_shares: tuple[float, ...], common_share: float) -> Matrix:
+    found = np.diag(np.array(own_shares) ** 2) + common_share**2
+    found.flags.writeable = False
+    return found
+
+
 def _design(prior: Prior, terms: Mapping[str, float]) -> Matrix:
-    unknown = sorted(set(terms) - set(prior.means))
+    unknown = sorted(terms.keys() - prior.means.keys())
     if unknown:
         raise KeyError(f"no coefficient for {', '.join(unknown)}; the prior has {', '.join(prior.terms)}")
     return np.array([prior.means[name] * terms.get(name, 0.0) for name in prior.terms])
@@ -239,4 +275,4 @@ def _streak(before: int, surprise: float) -> int:
 
 
 def _frozen(matrix: Matrix) -> tuple[tuple[float, ...], ...]:
-    return tuple(tuple(float(value) for value in row) for row in matrix)
+    return tuple(map(tuple, matrix.tolist()))

@@ -11,6 +11,7 @@ from pathlib import Path
 from nereus.report.deciding import Deciding, deciding, deciding_lines
 from nereus.report.display import bytes_text, change_text, in_order
 from nereus.report.predictions import PredictionSummary, prediction_lines, predictions
+from nereus.report.spells import Spell, spell_lines, spells
 from nereus.runtime.journal import RunFolder, read_journal
 from nereus.runtime.metrics import read_metrics
 
@@ -56,7 +57,7 @@ class CarryingStep:
 class TransitionSummary:
     """One change of layout: what it cost, part by part in the pause, interleaved with the step before, and outside.
 
-    `reason` says why it failed, "" when it did not.
+    `why` says what it was for; `reason` why it failed, "" when it did not.
     """
 
     transition: str
@@ -72,6 +73,7 @@ class TransitionSummary:
     counted_bytes: int
     state_version: int
     reason: str
+    why: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,6 +106,7 @@ class Summary:
     resumed_steps: tuple[int, ...] = ()
     predicted: PredictionSummary | None = None
     deciding: Deciding | None = None
+    spells: tuple[Spell, ...] = ()
 
 
 def summarise(folder: Path) -> Summary:
@@ -141,6 +144,7 @@ def fold(events: Sequence[Event], metrics: Sequence[Row], folder: Path) -> Summa
         resumed_steps=tuple(_count(event.get("step")) for event in events if event.get("kind") == RESUMED),
         predicted=predictions(events),
         deciding=deciding(events),
+        spells=spells(events),
     )
 
 
@@ -167,7 +171,7 @@ def reward_gain(metrics: Sequence[Row]) -> RewardGain | None:
 
 def render(summary: Summary) -> str:
     """The text of `summary`, for people."""
-    blocks = [_head(summary), _phases(summary), _moves(summary)]
+    blocks = [_head(summary), _phases(summary), spell_lines(summary.spells), _moves(summary)]
     blocks += [deciding_lines(summary.deciding, summary.training_seconds), _sync(summary), _memory(summary)]
     blocks += [prediction_lines(summary.predicted), _places(summary)]
     return "\n\n".join("\n".join(block) for block in blocks if block) + "\n"
@@ -199,7 +203,8 @@ def _transitions(events: Sequence[Event], metrics: Sequence[Row]) -> Iterable[Tr
             name = str(event.get("transition"))
             known = {**begun.pop(name, {}), **event}
             made = _transition(name, known, str(event.get("reason", "")))
-            yield replace(made, carrying_step=_carrying(metrics, changed, made.step))
+            why = str(known["reason"]) if "reason" in known and "reason" not in event else ""
+            yield replace(made, carrying_step=_carrying(metrics, changed, made.step), why=why)
     for name, event in begun.items():
         yield _transition(name, event, "did not end")
 
@@ -357,6 +362,7 @@ def _moves(summary: Summary) -> list[str]:
         if entry.reason:
             lines.append(f"    failed: {entry.reason}")
             continue
+        lines += [f"    {entry.why}"] if entry.why else []
         parts = ", ".join(f"{part} {entry.seconds[part]:.3f}" for part in in_order(entry.seconds))
         lines.append(f"    pause {entry.pause_seconds:.3f} s{f' ({parts})' if parts else ''}")
         same = "equal" if entry.planned_bytes == entry.counted_bytes else "NOT EQUAL"

@@ -42,6 +42,7 @@ class Changing:
             "to": str(command.plan),
         }
         self.journal.append("transition_started", reason=command.reason, plan=plan_record(command.plan), **self.facts)
+        self.display.note(f"change t{self.count} before step {command.step}: {command.reason}")
         record = ChangeRecord(transition=f"t{self.count}", step=command.step)
         self.transaction = Transaction(self.job, command.plan, record, self.journal)
         self.transaction.start()

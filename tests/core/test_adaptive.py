@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
 
-from nereus.control.adaptive import Adaptive
+from nereus.control.adaptive import WHOLE_STEPS, Adaptive
 from nereus.control.admission import Admitted, Caution, Decision, Forced, Rejected
 from nereus.control.controller import AdaptiveCommand, AdaptiveController, AdaptiveEvent, Dropped
 from nereus.control.probation import ProbationEnded
 from nereus.control.records import (
     Band,
     Candidate,
+    Estimate,
     FleetChanged,
     MemoryAlarm,
     Misfit,
@@ -120,6 +122,37 @@ def test_evidence_search_regret_change_probation() -> None:
     assert ended.before_ratio == pytest.approx(0.8)
     (again,) = [command for command in second if isinstance(command, Search)]
     assert (again.request.reason, again.request.include) == ("probation is over", (POOR,))
+
+
+def test_while_a_change_waits_only_the_nearest_is_weighed_at_every_step_and_all_when_anything_is_decided() -> None:
+    seconds, asked = dict(SECONDS), Counter[str]()
+
+    class Counting(TableOutlook):
+        def step(self, plan_id: str) -> Estimate:
+            asked[plan_id] += 1
+            return super().step(plan_id)
+
+    job = Job(seconds=seconds, last_step=400)
+    job.policy.outlook = Counting(seconds, 0.02)
+    job.answer(job.until_search(), shown(BETTER, 200.0), shown(SMALL, 200.0))
+    (first,) = entries(job.step())
+    assert isinstance(first, Decision)
+    assert [w.plan_id for w in first.weighed] == [BETTER.plan_id, SMALL.plan_id]
+    asked.clear()
+    waited = 5 * WHOLE_STEPS
+    for _ in range(waited):
+        assert not entries(job.step())
+    assert asked[BETTER.plan_id] >= waited
+    assert asked[SMALL.plan_id] == waited // WHOLE_STEPS
+    seconds[SMALL.plan_id] = 5.0
+    said = next(found for found in (entries(job.step()) for _ in range(WHOLE_STEPS)) if found)[0]
+    assert isinstance(said, Decision)
+    assert isinstance(said.admission, Rejected)
+    assert said.admission.best is not None
+    assert said.admission.best.plan_id == SMALL.plan_id
+    change, decision = job.until_change(200)
+    assert change.plan == SMALL
+    assert len(decision.weighed) == 2
 
 
 def test_a_plan_that_is_worse_than_promised_is_left_again_like_any_other() -> None:

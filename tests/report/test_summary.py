@@ -91,7 +91,7 @@ def test_the_text_says_it_all(tmp_path: Path) -> None:
     for words in (
         f"run {tmp_path.name}: done, 12 of 12 steps, 40.0 s",
         "reward: 0.250 in the first 5 steps, 0.833 in the last 5: +0.583",
-        "before step 6: TP2·PP2·DP1 -> TP1·PP2·DP2",
+        "before step 6: TP2·PP2·DP1 -> TP1·PP2·DP2\n    scripted before step 6\n",
         "pause 1.500 s (quiesce 0.500, move 1.000)",
         "planned 2,000,000, counted 2,000,000: equal (2.0 MB); state version 7",
         "failed: a peer did not answer",
@@ -161,6 +161,47 @@ def test_bytes_that_differ_are_shouted() -> None:
 def test_a_folder_without_a_journal(tmp_path: Path) -> None:
     with pytest.raises(JournalError, match=r"events\.jsonl"):
         summarise(tmp_path)
+
+
+def test_spells_of_plans_and_what_deciding_took() -> None:
+    def step(number: int, plan: str, seconds: float, deciding: float) -> dict[str, Any]:
+        metrics = {"timing_s/step": seconds, "controller/deciding_s": deciding}
+        return {"kind": "step_done", "step": number, "plan_id": plan, "at_seconds": 10.0 * number, "metrics": metrics}
+
+    search = {"kind": "search_done", "processor_seconds": 0.5, "at_seconds": 25.0}
+    change = {"transition": "t1", "step": 3, "from": "poor", "to": "better", "pause_seconds": 1.0, "at_seconds": 28.0}
+    first = [
+        {"kind": "control_started", "at_seconds": 0.0},
+        step(1, "a", 9.0, 0.1),
+        step(2, "a", 3.0, 0.2),
+        {**search, "between_processor_seconds": 1.5},
+        {"kind": "decision", "entry": {"is": "Decision"}, "at_seconds": 25.0},
+        {"kind": "transition_done", **change},
+        step(3, "b", 2.0, 0.3),
+    ]
+    again = [  # broken off there; resumed from step 2 under the new plan
+        {"kind": "resumed", "step": 2, "at_seconds": 100.0},
+        {"kind": "control_started", "at_seconds": 101.0},
+        {**step(3, "b", 1.0, 0.5), "at_seconds": 111.0},
+        {**step(4, "b", 2.0, 0.6), "at_seconds": 121.0},
+        {**search, "between_processor_seconds": 1.0, "at_seconds": 121.0},
+        {"kind": "control_ended", "seconds": 0.7, "at_seconds": 121.0},
+    ]
+    summary = fold([*first, *again], [], PLACE)
+    assert [(s.first_step, s.last_step, s.median_seconds, s.plan) for s in summary.spells] == [
+        (1, 2, 6.0, "poor"),
+        (3, 4, 1.5, "better"),
+    ]
+    decided = summary.deciding
+    assert decided is not None
+    assert decided.seconds == pytest.approx(0.3 + 0.7)
+    assert (decided.decisions_count, decided.searches_count) == (1, 2)
+    assert (decided.search_processor_seconds, decided.process_processor_seconds) == (1.0, 2.5)
+    text = render(summary)
+    assert "  steps 1 to 2    6.000  poor\n  steps 3 to 4    1.500  better\n" in text
+    share = 1.0 / summary.training_seconds
+    assert f"1 decision; the job waited 1.000 s for it, {share:.3%} of the {summary.training_seconds:.1f} s" in text
+    assert "2 searches beside the job took 1.00 s of processor, starting their process 2.50 s" in text
 
 
 def test_the_share_is_of_training_alone() -> None:

@@ -72,3 +72,25 @@ def test_a_dead_process_is_an_answer_without_candidates_and_the_next_search_has_
     assert "code -9" in found.reason
     searches.begin(seek(2))
     assert searches.wait(120.0).candidates
+
+
+def test_closing_while_a_search_is_under_way_ends_its_process(searches: Searches) -> None:
+    searches.begin(seek(1))
+    process = searches._process
+    assert process is not None
+    assert process.poll() is None
+    searches.close()
+    assert process.poll() is not None
+    assert searches.poll() is None
+    searches.close()
+
+
+def test_the_process_ends_with_the_driver_that_asked_it(searches: Searches) -> None:
+    searches.begin(seek(1))
+    process, searches._process = searches._process, None
+    assert process is not None
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.close()  # as the kernel does for a driver that was killed
+    process.stdout.close()
+    assert process.wait(120.0) == 0
