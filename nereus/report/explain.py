@@ -178,8 +178,16 @@ def render(explanation: Explanation, step: int | None = None) -> str:
     if any(each.entry["weighed"] for each in chosen):
         lines += [LEGEND, ""]
     if not chosen:
-        lines = ["nothing has been decided yet", ""]
+        lines = [undecided(explanation), ""]
     return "\n".join([*lines, *deciding_lines(explanation.deciding, explanation.training_seconds)]) + "\n"
+
+
+def undecided(explanation: Explanation) -> str:
+    """Why there is no decision."""
+    policy = explanation.config.nereus.policy
+    return (
+        "nothing has been decided yet" if policy == "nereus" else f"the policy {policy} has a rule and weighs nothing"
+    )
 
 
 LEGEND = (

@@ -9,7 +9,7 @@ from typing import Any
 
 from nereus.control.written import CLASS
 from nereus.report.deciding import deciding_lines
-from nereus.report.explain import HEAD, LEGEND, Explained, Explanation, facts, table, turned_out
+from nereus.report.explain import HEAD, LEGEND, Explained, Explanation, facts, table, turned_out, undecided
 from nereus.report.plan_text import bytes_text
 from nereus.report.verdict import verdict
 from nereus.workload import PHASES
@@ -54,7 +54,7 @@ def page(explanation: Explanation, records: Sequence[Record]) -> str:
     parts += ["<h2>Decisions</h2>", f"<p class=legend>{escape(LEGEND)}</p>"]
     parts += [part for one in explanation.decisions for part in _decision(explanation, one)]
     if not explanation.decisions:
-        parts.append("<p>Nothing has been decided yet.</p>")
+        parts.append(f"<p>{escape(undecided(explanation))}</p>")
     return "\n".join(parts) + "\n</html>\n"
 
 

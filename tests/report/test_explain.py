@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 from collections import Counter
+from dataclasses import asdict
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from matplotlib.image import imread
 from nereus.errors import JournalError
 from nereus.report.explain import Explanation, explained, render
 from nereus.report.explain_page import CHANGE, COLOURS, MEASURED, page
+from nereus.report.replay import made_again
 from nereus.report.verdict import verdict
 from nereus.workload import PHASES
 from tests.runtime.toy_world import ToyWorld, job, run
@@ -118,6 +120,16 @@ def shown(text: str, folder: Path) -> tuple[str, Counter[str]]:
     points = (imread(picture)[..., :3] * 255).round().astype(int) @ (1 << 16, 1 << 8, 1)
     colours, counts = np.unique(points, return_counts=True)
     return done.stderr, Counter({f"#{c:06x}": int(n) for c, n in zip(colours, counts, strict=True)})
+
+
+@pytest.mark.parametrize(
+    ("policy", "words"), [("nereus", "nothing has been decided yet"), ("fixed", "fixed has a rule")]
+)
+def test_a_run_that_has_just_begun_and_a_policy_with_a_rule(policy: str, words: str) -> None:
+    begun = [{"kind": "run_started", "seq": 1, "at_seconds": 0.0, "config": asdict(job(policy))}]
+    assert words in render(explained(begun))
+    assert words in page(explained(begun), begun)
+    assert made_again(begun) == []
 
 
 def test_a_run_with_a_script_has_nothing_to_explain() -> None:
