@@ -234,7 +234,10 @@ class SwitchingOutlook:
     def saving(self, old_id: str, new_id: str, old_ratio: float, new_ratio: float) -> Estimate:
         return self._believed(old_ratio * self._design(self.at, old_id) - new_ratio * self._design(self.at, new_id))
 
-    def misfit(self, plan_id: str) -> Misfit | None:
+    def met_rows(self, step: int, width_tokens: int) -> SwitchingOutlook:  # noqa: ARG002
+        return self
+
+    def misfit(self, plan_id: str, step: int) -> Misfit | None:  # noqa: ARG002
         capacity = self.trace.capacity[self.trace.index[plan_id]]
         if not self.seen or capacity == np.inf:
             return None

@@ -54,8 +54,19 @@ class ModelConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ResponseStepConfig:
+    """From step `step` on a response has at most `max_response_tokens`."""
+
+    step: int
+    max_response_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class DataConfig:
-    """The task (a reasoning-gym data set) and the size of a step's batch."""
+    """The task (a reasoning-gym data set) and the size of a step's batch.
+
+    A response has at most `max_response_tokens`, until `response_schedule` says otherwise from a step on.
+    """
 
     task: str = "chain_sum"
     task_options: dict[str, object] = field(default_factory=dict[str, object])
@@ -64,6 +75,7 @@ class DataConfig:
     samples_per_prompt: int = 4
     max_prompt_tokens: int = 128
     max_response_tokens: int = 8
+    response_schedule: tuple[ResponseStepConfig, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -3,6 +3,7 @@
 NereusError
   ConfigError       a key of the configuration is wrong; nothing has started
   InfeasiblePlan    a plan cannot hold its models in the slots it names
+  PlanOutgrown      the present plan cannot hold the rows of a step
   SlotOutOfMemory   a slot's ledger refused an entry beyond its budget
   TransferFailed    bytes on the wire are not the plan's, or a peer did not answer
   StorageMismatch   an engine's real storage is not what nereus.storage says
@@ -40,6 +41,18 @@ class ConfigError(NereusError):
 
 class InfeasiblePlan(ConfigError):
     """A plan cannot hold its models in the slots it names."""
+
+
+class PlanOutgrown(NereusError):
+    """The rows of step `step` are so wide that `slot` needs more than its budget for them; no phase has begun on them."""
+
+    def __init__(self, step: int, plan_text: str, width_tokens: int, slot: int, needs: str, budget_bytes: int) -> None:
+        super().__init__(
+            f"step {step} has rows of {width_tokens} tokens, which the plan {plan_text} cannot hold: slot {slot} needs "
+            f"{needs}, its budget fleet.slot_budget_bytes is {budget_bytes:,}; resume with a plan of more shards or a "
+            "smaller micro_batch, or with nereus.policy=nereus"
+        )
+        self.step, self.width_tokens = step, width_tokens
 
 
 class SlotOutOfMemory(NereusError):

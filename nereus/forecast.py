@@ -10,7 +10,7 @@ with the confidence asked for. Errors are taken as normal.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import erf, sqrt
 from statistics import median
@@ -91,10 +91,15 @@ def trend(points: Sequence[tuple[int, float]]) -> Trend | None:
     )
 
 
-def first_passing(line: Trend, bound: float, *, steps: int, confidence_share: float = 0.9) -> Passing | None:
-    """The first of the next `steps` steps at which the value is above `bound` with that confidence, or None."""
+def first_passing(
+    line: Trend, bound: float | Callable[[int], float], *, steps: int, confidence_share: float = 0.9
+) -> Passing | None:
+    """The first of the next `steps` steps at which the value is above `bound` with that confidence, or None.
+
+    A bound that moves is a function of the steps after the last point.
+    """
     for ahead in range(1, steps + 1):
-        probability = line.above(bound, ahead)
+        probability = line.above(bound(ahead) if callable(bound) else bound, ahead)
         if probability >= confidence_share:
             mean, deviation = line.at(ahead)
             return Passing(in_steps=ahead, confidence_share=probability, value_mean=mean, value_std=deviation)

@@ -10,15 +10,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from nereus.config import Config, ModelConfig
-from nereus.errors import InfeasiblePlan
+from nereus.errors import ConfigError, InfeasiblePlan
 from nereus.layout import Plan, StagePlan, first_plan
-from nereus.model import DTYPE_BYTES, ModelSpec, is_sparse, models_of, round_up
+from nereus.lengths import largest_limit, largest_row_tokens, request_tokens, response_limit, row_tokens
+from nereus.model import DTYPE_BYTES, ModelSpec, is_sparse, models_of
 from nereus.storage import holding, megatron_params, owned_ranges, vocab_rows
 from nereus.transition import placed_change
 
-OVERHEAD_BYTES = 48 << 20
-"""Communicators, engine tables and first-use caches of a slot on the CPU: 30 to 45 MB measured in the quickstart's ledgers."""
+OVERHEAD_BYTES = 16 << 20
+"""Communicators, engine tables and first-use caches of a slot on the CPU: ledgers show 2 to 10 MB above what shapes say."""
 LOGIT_COPIES = 6
+CACHE_BLOCK_TOKENS = 32
+"""Tokens of a block of an engine's cache: the least that vLLM's CPU attention works well with (platforms/cpu.py)."""
+REQUEST_TOKEN_BYTES = 5
+"""Of each token that a request may have: its id and a flag in an engine's tables (vLLM's gpu_input_batch.py)."""
 RNG_BYTES = 5056
 """A torch generator's state on the CPU (torch.get_rng_state); on CUDA it is 16."""
 
@@ -35,6 +40,12 @@ class SlotPeak:
     def total_bytes(self) -> int:
         """The peak."""
         return sum(self.components.values())
+
+    @property
+    def largest_parts(self) -> str:
+        """The largest components with their bytes, for people."""
+        largest = sorted(self.components.items(), key=lambda item: -item[1])[:4]
+        return ", ".join(f"{name} {size:,}" for name, size in largest)
 
 
 def state_bytes(spec: ModelSpec, stage: StagePlan, rank: int) -> dict[str, int]:
@@ -76,25 +87,31 @@ def kv_bytes_per_token(config: ModelConfig, tp: int) -> int:
     return 2 * config.layers * heads * config.head_dim * DTYPE_BYTES[config.dtype]
 
 
+def request_cache_bytes(config: Config, tp: int) -> int:
+    """The least cache of a rank of an engine: whole blocks for the longest request of the run, and one that vLLM keeps."""
+    blocks = -(-request_tokens(config.data) // CACHE_BLOCK_TOKENS) + 1
+    return blocks * CACHE_BLOCK_TOKENS * kv_bytes_per_token(config.model, tp)
+
+
 def activation_bytes(spec: ModelSpec, stage: StagePlan, rank: int, width_tokens: int) -> int:
     """Bytes kept for backward on a rank at its peak: micro-batches in flight x layers x tokens x what a layer keeps.
 
-    Per token and layer, over TP where cut: norms and residuals 6 h, qkv and their rotations 3 (q + 2 k), scores and
-    probabilities 3 heads S, attention output 2 q, MLP 4 f; the last rank adds the logits' copies. A layer with experts
-    has 4 f and 2 h (sent and received) for each of a token's experts, as if all experts took equal shares.
+    Per token and layer what autograd saves of the local spec, over TP where cut: norms and residuals 7 h; q, k and v (both
+    as wide as q by then) and the attention's output 4 q; probabilities heads S; MLP 5 f (gate and up, the activation, the
+    product). The last rank adds the logits, saved once, and their copies. A layer with experts has 5 f and 2 h (sent
+    and received) for each of a token's experts, as if all experts took equal shares.
     """
     c, layout = spec.config, stage.layout
     at = layout.coordinates(rank)
-    queries, keys = c.heads * c.head_dim // layout.tp, 2 * c.kv_heads * c.head_dim // layout.tp
-    scores = 3 * c.heads // layout.tp * width_tokens
-    attention = 6 * c.hidden + 3 * (queries + keys) + 2 * queries + scores
-    dense = attention + 4 * c.ffn // layout.tp
-    sparse = attention + c.experts_per_token * (4 * c.expert_ffn // layout.expert_tp + 2 * c.hidden)
+    attention = 7 * c.hidden + 4 * c.heads * c.head_dim // layout.tp + c.heads * width_tokens // layout.tp
+    dense = attention + 5 * c.ffn // layout.tp
+    sparse = attention + c.experts_per_token * (5 * c.expert_ffn // layout.expert_tp + 2 * c.hidden)
     elements = sum(sparse if is_sparse(c, layer) else dense for layer in layout.layers(at.pp))
     in_flight = layout.pp - at.pp
     tokens = stage.micro_batch * -(-width_tokens // layout.cp)
     kept = in_flight * elements * tokens * max(DTYPE_BYTES[c.dtype], 2)
-    return kept + logit_bytes(spec, stage, rank, width_tokens)
+    logits = logit_bytes(spec, stage, rank, width_tokens)
+    return kept + logits + logits // LOGIT_COPIES
 
 
 def logit_bytes(spec: ModelSpec, stage: StagePlan, rank: int, width_tokens: int) -> int:
@@ -106,10 +123,13 @@ def logit_bytes(spec: ModelSpec, stage: StagePlan, rank: int, width_tokens: int)
     return LOGIT_COPIES * stage.micro_batch * width_tokens * rows * 4
 
 
-def plan_peaks(config: Config, plan: Plan) -> tuple[SlotPeak, ...]:
-    """The predicted peak of every slot under `plan`, over the phases of a step (not of a change of plan)."""
+def plan_peaks(config: Config, plan: Plan, width_tokens: int | None = None) -> tuple[SlotPeak, ...]:
+    """The predicted peak of every slot under `plan`, over the phases of a step (not of a change of plan).
+
+    Rows are `width_tokens` wide, or without that as wide as any of the run may be.
+    """
     specs = models_of(config.model)
-    width = round_up(config.data.max_prompt_tokens + config.data.max_response_tokens, 8)
+    width = width_tokens or largest_row_tokens(config.data)
     peaks: list[SlotPeak] = []
     for slot in range(config.fleet.slots):
         base: dict[str, int] = {"overhead": OVERHEAD_BYTES}
@@ -118,41 +138,79 @@ def plan_peaks(config: Config, plan: Plan) -> tuple[SlotPeak, ...]:
             rank = stage.rank_of(slot)
             if rank is None:
                 continue
-            if stage.stage == "generate":
-                weights = sum(s.size_bytes for s in holding(specs[stage.model], stage)[slot])
-                base[f"{name}.weights"] = weights * 2  # the engine packs a copy of some tensors
-                base[f"{name}.kv_cache"] = config.rollout.kv_cache_bytes
-                continue
-            spec = specs[stage.model]
-            held = phases.setdefault(f"forward_{stage.model}", {}) if stage.keep == "nothing" else base
-            held |= {f"{name}.{part}": size for part, size in resident(spec, stage, rank).items()}
-            logits = logit_bytes(spec, stage, rank, width)
-            phases.setdefault(f"forward_{stage.model}", {})["logits"] = logits
-            if stage.stage == "train":
-                phases[f"update_{stage.model}"] = {"activations": activation_bytes(spec, stage, rank, width)}
+            held, added = stage_bytes(config, specs[stage.model], stage, rank, width)
+            always = phases.setdefault(f"forward_{stage.model}", {}) if stage.keep == "nothing" else base
+            always |= {f"{name}.{part}": size for part, size in held.items()}
+            for phase, parts in added.items():
+                phases.setdefault(phase, {}).update(parts)
         worst = max(phases, key=lambda phase: sum(phases[phase].values()))
         peaks.append(SlotPeak(slot=slot, phase=worst, components=base | phases[worst]))
     return tuple(peaks)
 
 
-def check_memory(config: Config) -> None:
-    """InfeasiblePlan for the first plan of the run that a slot's budget cannot hold: names slot, phase and bytes."""
-    plan = first_plan(config)
-    _check_plan(config, "plan", plan)
-    for index, change in enumerate(config.changes):
-        plan = placed_change(config, plan, change.plan)
-        _check_plan(config, f"changes[{index}].plan", plan)
+def stage_bytes(
+    config: Config, spec: ModelSpec, stage: StagePlan, rank: int, width_tokens: int
+) -> tuple[dict[str, int], dict[str, dict[str, int]]]:
+    """What a stage keeps on the slot of a rank, by component; and phase -> what that adds with rows so wide."""
+    if stage.stage == "generate":
+        weights = sum(s.size_bytes for s in holding(spec, stage)[stage.slots[rank]])
+        return engine_bytes(config, weights), {}
+    phases = {f"forward_{stage.model}": {"logits": logit_bytes(spec, stage, rank, width_tokens)}}
+    if stage.stage == "train":
+        phases[f"update_{stage.model}"] = {"activations": activation_bytes(spec, stage, rank, width_tokens)}
+    return resident(spec, stage, rank), phases
 
 
-def _check_plan(config: Config, key: str, plan: Plan) -> None:
-    for peak in plan_peaks(config, plan):
-        if peak.total_bytes > config.fleet.slot_budget_bytes:
-            largest = sorted(peak.components.items(), key=lambda item: -item[1])[:4]
-            parts = ", ".join(f"{name} {size:,}" for name, size in largest)
+def engine_bytes(config: Config, weight_bytes: int) -> dict[str, int]:
+    """Bytes of a slot's part of an engine, by component: its cache has a fixed size, its tables the longest request's."""
+    data = config.data
+    return {
+        "weights": weight_bytes * 2,  # the engine packs a copy of some tensors
+        "kv_cache": config.rollout.kv_cache_bytes,
+        "tables": REQUEST_TOKEN_BYTES * data.prompts_per_step * data.samples_per_prompt * request_tokens(data),
+    }
+
+
+def check_memory(config: Config, first_step: int = 1) -> None:
+    """InfeasiblePlan for the first plan of a run from `first_step` on that a slot's budget cannot hold: slot, phase, bytes.
+
+    A script's plans have to hold the widest rows of all their steps, the plan that a controller begins with those of the
+    first step. The policy nereus may begin with a plan that holds only shorter ones than are allowed: it changes the
+    plan as rows grow.
+    """
+    policy, data, plan = config.nereus.policy, config.data, first_plan(config)
+    _check_cache(config, plan.actor_generate.layout.tp)
+    if policy != "script":
+        limit = 1 if policy == "nereus" else response_limit(data, first_step)
+        _check_plan(config, "plan", plan, row_tokens(data, limit))
+        return
+    starts = [first_step, *(change.step for change in config.changes)]
+    ends: list[int | None] = [*starts[1:], None]
+    for index, (start, end) in enumerate(zip(starts, ends, strict=True)):
+        if index:
+            plan = placed_change(config, plan, config.changes[index - 1].plan)
+            _check_cache(config, plan.actor_generate.layout.tp)
+        key = f"changes[{index - 1}].plan" if index else "plan"
+        _check_plan(config, key, plan, row_tokens(data, largest_limit(data, start, end)))
+
+
+def _check_cache(config: Config, tp: int) -> None:
+    """vLLM starts no engine whose cache does not hold one request as long as it may be."""
+    least = request_cache_bytes(config, tp)
+    if config.rollout.kv_cache_bytes < least:
+        tokens = request_tokens(config.data)
+        expected = f"expected at least {least:,}: on an engine of tp {tp} a request of {tokens} tokens takes so much"
+        raise ConfigError("rollout.kv_cache_bytes", config.rollout.kv_cache_bytes, expected)
+
+
+def _check_plan(config: Config, key: str, plan: Plan, width_tokens: int) -> None:
+    budget = config.fleet.slot_budget_bytes
+    for peak in plan_peaks(config, plan, width_tokens):
+        if peak.total_bytes > budget:
             raise InfeasiblePlan(
                 key,
                 str(plan),
-                f"slot {peak.slot} needs {peak.total_bytes:,} bytes in {peak.phase} ({parts}), its budget "
-                f"fleet.slot_budget_bytes is {config.fleet.slot_budget_bytes:,}; use more shards, a smaller micro_batch, "
-                "or a larger budget",
+                f"slot {peak.slot} needs {peak.total_bytes:,} bytes in {peak.phase} ({peak.largest_parts}) with rows of "
+                f"{width_tokens} tokens, its budget fleet.slot_budget_bytes is {budget:,}; use more shards, a smaller "
+                "micro_batch, or a larger budget",
             )

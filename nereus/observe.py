@@ -2,7 +2,7 @@
 
   probe                  the profile of the slots: from it come the terms, and the priors of their coefficients
   prediction             what the next step was expected to take, with the terms it was made of
-  observed               what the step took, phase by phase, its batch, the peaks of its slots
+  observed               what the step took, phase by phase, its batch, its slots' peaks and what shapes say of them
   transition_observed    what a change was expected to take and what it took, by kind of operation
   resumed, recovered     the engines are new ones
 
@@ -36,7 +36,9 @@ from nereus.costs.calibrate import (
 from nereus.costs.coefficients import EAGER_KEPT_SHARE, eager_prior, prior_for
 from nereus.costs.profile import Profile, recorded
 from nereus.costs.training import Terms
+from nereus.errors import PlanOutgrown
 from nereus.layout import Plan
+from nereus.lengths import limit_row_tokens
 from nereus.memory import plan_peaks
 from nereus.transitions.durations import Tolls
 from nereus.transitions.graph import MOVES, TransitionGraph
@@ -132,7 +134,8 @@ class Expected:
 class Observed:
     """The state. `ran` is stage -> the cut that its present engine ran under; `plans` are those that ran.
 
-    `noise_share` is how far whole steps of plans that ran fall from their predictions. `pending` is the prediction of the step under way, as the journal has it.
+    `noise_share` is how far whole steps of plans that ran fall from their predictions, `carried` the width in tokens of the
+    widest rows that each has worked on. `batch` is that of step `last_step`. `pending` is the prediction of the step under way, as the journal has it.
     """
 
     profile: Profile | None = None
@@ -141,8 +144,10 @@ class Observed:
     tolls: Mapping[str, Factor] = field(default_factory=dict[str, Factor])
     noise_share: float = FIRST_NOISE_SHARE
     batch: StepBatch | None = None
+    last_step: int = 0
     ran: Mapping[str, str] = field(default_factory=dict[str, str])
     plans: tuple[str, ...] = ()
+    carried: Mapping[str, int] = field(default_factory=dict[str, int])
     pending: Mapping[str, Any] | None = None
 
 
@@ -197,7 +202,7 @@ def expect(state: Observed, config: Config, plan: Plan, step: int, *, sampled: b
     profile = state.profile
     if profile is None:
         raise ValueError("no probe record was seen: nothing is known of the slots")
-    batch = replace(state.batch or largest_batch(config), sampled=sampled)
+    batch = replace(state.batch or largest_batch(config, step), sampled=sampled)
     stages = {name: _cut(stage) for name, stage in plan.stages()}
     fresh = tuple(name for name in stages if state.ran.get(name) != stages[name])
     terms = step_terms(config, plan, batch, profile, fresh)
@@ -205,8 +210,7 @@ def expect(state: Observed, config: Config, plan: Plan, step: int, *, sampled: b
     priors: dict[PhaseKind, Calibration] = {
         kind: start(calibration.prior) for kind, calibration in state.calibrations.items()
     }
-    memory = memory_parts(config, plan)
-    return Expected(
+    expected = Expected(
         step=step,
         plan_id=plan.plan_id,
         is_new=plan.plan_id not in state.plans,
@@ -216,19 +220,50 @@ def expect(state: Observed, config: Config, plan: Plan, step: int, *, sampled: b
         phases=phases,
         whole=whole_step(state.calibrations, terms, state.noise_share),
         prior_seconds=whole_step(priors, terms).mean_seconds,
+        memory={},
+        memory_expected={},
+        memory_safe={},
+    )
+    memory = memory_parts(config, plan, limit_row_tokens(config.data, step))
+    return with_memory(expected, memory, state.margin)
+
+
+def with_memory(expected: Expected, memory: Mapping[str, Mapping[str, float]], learnt: Margin) -> Expected:
+    """The same with peaks for the rows that the step turned out to have."""
+    return replace(
+        expected,
         memory=memory,
-        memory_expected={slot: state.margin.expected_bytes(size) for slot, size in memory.items()},
-        memory_safe={slot: state.margin.safe_bytes(size) for slot, size in memory.items()},
+        memory_expected={slot: learnt.expected_bytes(size) for slot, size in memory.items()},
+        memory_safe={slot: learnt.safe_bytes(size) for slot, size in memory.items()},
     )
 
 
-def memory_parts(config: Config, plan: Plan) -> dict[str, dict[str, float]]:
-    """Slot -> part -> bytes of its predicted peak, before any margin."""
+def memory_parts(config: Config, plan: Plan, width_tokens: int) -> dict[str, dict[str, float]]:
+    """Slot -> part -> bytes of its predicted peak with rows of so many tokens, before any margin."""
     found: dict[str, dict[str, float]] = {}
-    for peak in plan_peaks(config, plan):
+    for peak in plan_peaks(config, plan, width_tokens):
         overhead = float(peak.components.get("overhead", 0))
         found[str(peak.slot)] = {OVERHEAD: overhead, STATE: peak.total_bytes - overhead}
     return found
+
+
+def outgrown(state: Observed, config: Config, plan: Plan, step: int, width_tokens: int) -> PlanOutgrown | None:
+    """Why `plan` may not work on the rows that step `step` has; None where it may.
+
+    Rows that it has carried before are no question. Wider ones are judged by the expected peak and the largest share that
+    a measured one was above that.
+    """
+    if width_tokens <= state.carried.get(plan.plan_id, 0):
+        return None
+    budget, share = config.fleet.slot_budget_bytes, 1 + state.margin.largest_share
+    peaks = plan_peaks(config, plan, width_tokens)
+    parts = memory_parts(config, plan, width_tokens)
+    needed = {peak.slot: share * state.margin.expected_bytes(parts[str(peak.slot)]) for peak in peaks}
+    worst = max(peaks, key=lambda peak: needed[peak.slot])
+    if needed[worst.slot] <= budget:
+        return None
+    needs = f"{needed[worst.slot]:,.0f} bytes in {worst.phase} ({worst.largest_parts})"
+    return PlanOutgrown(step, str(plan), width_tokens, worst.slot, needs, budget)
 
 
 def whole_step(
@@ -257,7 +292,7 @@ def _stepped(state: Observed, record: Mapping[str, Any]) -> Observed:
     batch = recorded_batch(record["batch"]) if record.get("batch") else state.batch
     pending = state.pending
     if pending is None or pending["step"] != record["step"] or state.profile is None:
-        return replace(state, batch=batch, pending=None)
+        return replace(state, batch=batch, last_step=record["step"], pending=None)
     calibrations = dict(state.calibrations)
     measured_seconds = {phase: seconds for phase, seconds in record["seconds"].items() if phase in pending["terms"]}
     for phase, seconds in measured_seconds.items():
@@ -266,7 +301,7 @@ def _stepped(state: Observed, record: Mapping[str, Any]) -> Observed:
             calibrations[kind] = observe(calibrations[kind], pending["terms"][phase], seconds)
     learnt = state.margin
     for slot, measured in record.get("peak_bytes", {}).items():
-        parts = pending["memory_bytes"].get(slot)
+        parts = (record.get("memory_bytes") or pending["memory_bytes"]).get(slot)
         if parts and measured > 0:
             learnt = observe_peak(learnt, parts, measured)
     return replace(
@@ -275,10 +310,17 @@ def _stepped(state: Observed, record: Mapping[str, Any]) -> Observed:
         margin=learnt,
         noise_share=_noise(state, pending, sum(measured_seconds.values())),
         batch=batch,
+        last_step=record["step"],
         ran=dict(cast("Mapping[str, str]", pending["stages"])),
         plans=tuple(dict.fromkeys((*state.plans, pending["plan_id"]))),
+        carried=_carried(state, pending["plan_id"], batch),
         pending=None,
     )
+
+
+def _carried(state: Observed, plan_id: str, batch: StepBatch | None) -> Mapping[str, int]:
+    width = 0 if batch is None else batch.width_tokens
+    return {**state.carried, plan_id: max(width, state.carried.get(plan_id, 0))}
 
 
 def _noise(state: Observed, pending: Mapping[str, Any], measured_seconds: float) -> float:

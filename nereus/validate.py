@@ -104,6 +104,7 @@ def validate(config: Config) -> None:
     _check_names(config)
     _check_model(config.model)
     _check_batch(config)
+    _check_responses(config)
     for name, stage in _stages(config.plan):
         _check_stage(config, f"plan.{name}", name, stage)
     _check_changes(config)
@@ -192,6 +193,18 @@ def _check_batch(config: Config) -> None:
     if algorithm.adv_estimator in GROUP_ESTIMATORS and data.samples_per_prompt == 1:
         expected = f"expected at least 2: {algorithm.adv_estimator} compares the samples of a prompt"
         raise ConfigError("data.samples_per_prompt", 1, expected)
+
+
+def _check_responses(config: Config) -> None:
+    last = 1
+    for index, each in enumerate(config.data.response_schedule):
+        key = f"data.response_schedule[{index}]"
+        if not last < each.step <= config.run.steps:
+            expected = f"expected a step above {last}, at most run.steps = {config.run.steps}"
+            raise ConfigError(f"{key}.step", each.step, expected)
+        if each.max_response_tokens < 1:
+            raise ConfigError(f"{key}.max_response_tokens", each.max_response_tokens, "expected at least 1")
+        last = each.step
 
 
 def _check_stage(config: Config, key: str, name: str, stage: StageConfig) -> None:

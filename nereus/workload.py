@@ -32,7 +32,7 @@ from nereus.costs.rates import Rates
 from nereus.costs.shape import Shape, shape_of
 from nereus.costs.training import BatchWork, Terms, forward_terms, train_terms
 from nereus.layout import Plan, StagePlan, batch_shares
-from nereus.model import round_up
+from nereus.lengths import limit_row_tokens, response_limit
 
 PhaseKind = Literal["sync", "gen", "infer", "train", "rest"]
 
@@ -65,7 +65,6 @@ FIRST_USE_SECONDS = 0.05
 """Unit of the term `first_use`: what a phase takes more when its engine runs it for the first time."""
 TENSOR_SECONDS = 1e-3
 FRAMEWORK_SECONDS, FRAMEWORK_SAMPLE_SECONDS = 1e-2, 1e-4
-WIDTH_MULTIPLE_TOKENS = 8
 QUANTILES = 16
 
 
@@ -106,14 +105,14 @@ def recorded_batch(record: Mapping[str, Any]) -> StepBatch:
     return StepBatch(**values)
 
 
-def largest_batch(config: Config, *, sampled: bool = True) -> StepBatch:
-    """What is supposed of a step before any has run: every prompt and response at its limit."""
+def largest_batch(config: Config, step: int = 1, *, sampled: bool = True) -> StepBatch:
+    """What is supposed of a step before any has run: every prompt and response at the step's limit."""
     data = config.data
     return StepBatch(
         samples=data.prompts_per_step * data.samples_per_prompt,
-        width_tokens=round_up(data.max_prompt_tokens + data.max_response_tokens, WIDTH_MULTIPLE_TOKENS),
+        width_tokens=limit_row_tokens(data, step),
         prompt_tokens=float(data.max_prompt_tokens),
-        response_tokens=(float(data.max_response_tokens),),
+        response_tokens=(float(response_limit(data, step)),),
         sampled=sampled,
     )
 

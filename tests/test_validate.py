@@ -55,6 +55,18 @@ BROKEN = [
     ("data.samples_per_prompt=0", "data.samples_per_prompt", "at least 1"),
     ("data.max_prompt_tokens=0", "data.max_prompt_tokens", "at least 1"),
     ("data.max_response_tokens=0", "data.max_response_tokens", "at least 1"),
+    ("data.response_schedule=[{step: 1, max_response_tokens: 9}]", "data.response_schedule[0].step", "above 1"),
+    ("data.response_schedule=[{step: 99, max_response_tokens: 9}]", "data.response_schedule[0].step", "run.steps"),
+    (
+        "data.response_schedule=[{step: 3, max_response_tokens: 9}, {step: 3, max_response_tokens: 10}]",
+        "data.response_schedule[1].step",
+        "above 3",
+    ),
+    (
+        "data.response_schedule=[{step: 3, max_response_tokens: 0}]",
+        "data.response_schedule[0].max_response_tokens",
+        "at least 1",
+    ),
     ("rollout.temperature=0", "rollout.temperature", "above 0"),
     ("rollout.temperature=.inf", "rollout.temperature", "finite"),
     ("rollout.temperature=.nan", "rollout.temperature", "finite"),

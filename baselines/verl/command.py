@@ -191,6 +191,9 @@ def _check_run(run: Run) -> None:
         raise ConfigError("system", run.system, "expected verl")
     if not w.model_path:
         raise ConfigError("workload.model_path", "", "verl loads a model: expected a Hugging Face folder or hub name")
+    if run.workload.data.response_schedule:
+        steps = [each.step for each in run.workload.data.response_schedule]
+        raise ConfigError("data.response_schedule", steps, "expected none: verl keeps one data.max_response_length")
     if run.changes:
         steps = [change.step for change in run.changes]
         raise ConfigError("changes", steps, "expected none: verl keeps the layout that it starts with")

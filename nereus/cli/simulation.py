@@ -14,7 +14,7 @@ from typing import Any
 from nereus.cli.folder import create_run_folder
 from nereus.cli.load import load_config
 from nereus.cli.simulate import POLICIES
-from nereus.config import Config
+from nereus.config import Config, DataConfig
 from nereus.control.controller import AdaptiveController
 from nereus.control.policies import DpScaling, Fixed, RulePolicy, with_dp
 from nereus.control.records import plan_slots
@@ -22,6 +22,7 @@ from nereus.controller import Controller
 from nereus.errors import ConfigError, InfeasiblePlan, near
 from nereus.fleet import DEVICES, Fleet, parse_fleet
 from nereus.layout import Plan, first_plan
+from nereus.lengths import response_limit
 from nereus.report.display import Display, QuietDisplay, open_display
 from nereus.runtime.journal import Journal
 from nereus.runtime.metrics import MetricsWriter, NoMirror
@@ -152,7 +153,7 @@ def workload_of(config: Config, mean_tokens: float | None, curve: LengthCurve | 
     if mean_tokens is not None:
         curve = constant(mean_tokens)
     elif curve is None:
-        curve = constant(MEAN_RESPONSE_SHARE * data.max_response_tokens)
+        curve = share_of_limits(data)
     return SimWorkload(
         algorithm="ppo" if config.algorithm.adv_estimator == "gae" else "grpo",
         prompts_per_step=data.prompts_per_step,
@@ -160,9 +161,19 @@ def workload_of(config: Config, mean_tokens: float | None, curve: LengthCurve | 
         mean_prompt_tokens=MEAN_PROMPT_SHARE * data.max_prompt_tokens,
         most_prompt_tokens=data.max_prompt_tokens,
         most_response_tokens=data.max_response_tokens,
+        limit_tokens=tuple((each.step, each.max_response_tokens) for each in data.response_schedule),
         curve=curve,
         seed=seed,
     )
+
+
+def share_of_limits(data: DataConfig) -> LengthCurve:
+    """Means that follow the limit of a response, step by step."""
+    points = {1: data.max_response_tokens}
+    for each in data.response_schedule:
+        points |= {each.step - 1: response_limit(data, each.step - 1), each.step: each.max_response_tokens}
+    means = tuple(MEAN_RESPONSE_SHARE * points[step] for step in sorted(points))
+    return LengthCurve(name="a share of the limit", at_steps=tuple(sorted(points)), mean_tokens=means)
 
 
 def outcome(policy: str, folder: Path, world: SimulatedWorld, wall_seconds: float) -> Outcome:

@@ -98,7 +98,7 @@ class Adaptive:
 
     def _watch(self, step: StepMeasured, plan_id: str) -> None:
         """A search is due when what is foreseen left the band of the last answer, or a change will be forced soon."""
-        misfit = self.outlook.misfit(plan_id)
+        misfit = self.outlook.misfit(plan_id, step.step + 1)
         if not self._foreseen and misfit and misfit.within_steps <= self.caution.lead_steps + AHEAD_STEPS:
             self._foreseen = True
             self._due = f"the plan stops fitting in {misfit.within_steps} steps: {misfit.reason}"
@@ -107,8 +107,8 @@ class Adaptive:
             if not self._answer.band.holds(seconds, step.tokens):
                 self._due = f"a step of {seconds:.4g} s and {step.tokens} tokens is outside the last answer's band"
 
-    def _forecast(self, plan_id: str) -> str | None:
-        misfit = self.outlook.misfit(plan_id)
+    def _forecast(self, situation: Situation) -> str | None:
+        misfit = self.outlook.misfit(situation.plan_id, situation.step)
         if misfit is None or misfit.within_steps > self.caution.lead_steps:
             return None
         return f"the plan stops fitting in {misfit.within_steps} steps: {misfit.reason}"
@@ -118,6 +118,11 @@ class Adaptive:
         self._due, self._answer, self.probation, self._near = reason, None, None, None
         if ended:
             self.history = self.history.ended()
+
+    def outgrown(self, step: int, width_tokens: int) -> None:
+        """The present plan cannot hold the rows of the step: it does not fit now, and a search is due."""
+        self.outlook = self.outlook.met_rows(step, width_tokens)
+        self.happened(f"step {step} has rows of {width_tokens} tokens", ended=True)
 
     def answered(self, answer: SearchDone) -> None:
         """Meets the candidates."""
@@ -145,7 +150,7 @@ class Adaptive:
 
     def question(self, situation: Situation) -> Question | None:
         """The search that is due, or that a forced change waits for."""
-        due, forecast = self._due, self._forecast(situation.plan_id)
+        due, forecast = self._due, self._forecast(situation)
         if situation.answer is None and not situation.searching:
             due = situation.broken or due or situation.pressing or forecast
         elective = not (situation.broken or situation.pressing or situation.leaving_slots or forecast)
@@ -175,7 +180,7 @@ class Adaptive:
         self._weighed_all(weighed)
         entries = self._take_entries(situation, admission, weighed)
         if isinstance(admission, Rejected):
-            action = "wait" if situation.broken or self._misfit_now(situation.plan_id) else "stay"
+            action = "wait" if situation.broken or self._misfit_now(situation) else "stay"
             return Choice(action=action, reason=admission.detail, entries=entries)
         if isinstance(admission, Admitted) and len(self._ran) > 1 and not situation.switches.dry_run:
             self.history = self.history.ended()  # the first plan's life says nothing: nobody searched for it
@@ -208,6 +213,7 @@ class Adaptive:
             present_kind=self._kind,
             horizon=self.horizon(situation),
             caution=self.caution,
+            step=situation.step,
         )
         if self._bars is None:
             usable = frozenset(situation.usable_slots)
@@ -220,19 +226,19 @@ class Adaptive:
             return "the present plan"
         if candidate.plan_id in situation.failed:
             return "the change failed on this fleet"
-        misfit = self.outlook.misfit(candidate.plan_id)
+        misfit = self.outlook.misfit(candidate.plan_id, situation.step)
         if misfit is not None and misfit.within_steps == 0:
             return f"does not fit: {misfit.reason}"
         assert self._bars is not None
         return self._bars[candidate.plan_id]
 
-    def _misfit_now(self, plan_id: str) -> str | None:
-        misfit = self.outlook.misfit(plan_id)
+    def _misfit_now(self, situation: Situation) -> str | None:
+        misfit = self.outlook.misfit(situation.plan_id, situation.step)
         return f"the plan does not fit: {misfit.reason}" if misfit is not None and misfit.within_steps == 0 else None
 
     def _admission(self, situation: Situation, weighed: tuple[Weighed, ...]) -> Admission:
-        must = situation.broken or self._misfit_now(situation.plan_id)
-        should = must or situation.pressing or self._forecast(situation.plan_id)
+        must = situation.broken or self._misfit_now(situation)
+        should = must or situation.pressing or self._forecast(situation)
         best = nearest(weighed)
         if should and (forced := force(weighed, should, self.caution)) is not None:
             return forced

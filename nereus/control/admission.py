@@ -130,7 +130,7 @@ Admission = Admitted | Forced | Rejected
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Known:
-    """All that weighing rests on: beliefs about plans, the present one, its horizon."""
+    """All that weighing rests on: beliefs about plans, the present one, its horizon, the step to come."""
 
     outlook: Outlook
     offsets: Offsets
@@ -138,6 +138,7 @@ class Known:
     present_kind: str
     horizon: Horizon
     caution: Caution
+    step: int
 
 
 def weigh(candidate: Candidate, known: Known, barred: str = "") -> Weighed:
@@ -149,7 +150,7 @@ def weigh(candidate: Candidate, known: Known, barred: str = "") -> Weighed:
     joint = outlook.saving(known.present_id, candidate.plan_id, old.ratio, new.ratio)
     own = step.mean_seconds * new.deviation_share
     deviation = hypot(joint.deviation_seconds, own, old_seconds * old.deviation_share)
-    misfit = outlook.misfit(candidate.plan_id)
+    misfit = outlook.misfit(candidate.plan_id, known.step)
     remaining = float(known.horizon.remaining_steps)
     steps = known.horizon.expected_steps
     if misfit is not None:

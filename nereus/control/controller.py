@@ -6,6 +6,7 @@
     changing   TransitionDone     settled             what is due before the step
     changing   StateRestored      settled             the same, `step` goes back to the restored one
     changing   TransitionFailed   settled             the same under the old plan; this change is not tried again here
+    running    StepRefused        settled             the step has not run: what is due before it
     running    FleetChanged       settled             when the plan lost a slot: the step under way is void
     running    FleetChanged       running             else: a search when the policy wants one
     searching  FleetChanged       settled             weighed anew; an answer for the old fleet is dropped
@@ -46,6 +47,7 @@ from nereus.control.records import (
     SearchRequest,
     StateRestored,
     StepMeasured,
+    StepRefused,
     Switches,
     plan_slots,
 )
@@ -92,6 +94,7 @@ AdaptiveEvent = (
     JobReady
     | StepFinished
     | StepMeasured
+    | StepRefused
     | TransitionDone
     | TransitionFailed
     | StateRestored
@@ -151,7 +154,7 @@ class AdaptiveController:
             case StopRequested():
                 self.stopping = True
                 return self._settled() if self.state in SETTLING else ()
-            case JobReady() | StepFinished():
+            case JobReady() | StepFinished() | StepRefused():
                 return self._stepped(event)
             case TransitionDone() | TransitionFailed() | StateRestored():
                 return self._changed(event)
@@ -166,14 +169,19 @@ class AdaptiveController:
 
     # -- events -------------------------------------------------------------------------------------------------------
 
-    def _stepped(self, event: JobReady | StepFinished) -> tuple[AdaptiveCommand, ...]:
+    def _stepped(self, event: JobReady | StepFinished | StepRefused) -> tuple[AdaptiveCommand, ...]:
         if isinstance(event, JobReady):
             self._expect(event, "starting")
             self.step = event.step
             return self._settled()
         self._expect(event, "running")
         if event.step != self.step:
-            raise InvalidEvent(f"step {event.step} finished while step {self.step} was running")
+            ended = "finished" if isinstance(event, StepFinished) else "was refused"
+            raise InvalidEvent(f"step {event.step} {ended} while step {self.step} was running")
+        if isinstance(event, StepRefused):
+            self._forget_answers()
+            self.policy.outgrown(event.step, event.width_tokens)
+            return self._settled()
         self._pace_seconds = (*self._pace_seconds, event.step_seconds)[-PACE_COUNT:]
         self.policy.finished(event, self.plan_id)
         self.step += 1

@@ -2,25 +2,29 @@
 
 A step is the sum of its phases, a phase the sum of terms times coefficients. Phases of one kind share coefficients, kinds
 share none. So the deviation of a saving follows from the difference of both plans' terms: what they share cancels.
+
+How wide rows will be is known in part. The limit of a response by step is the configuration's: rows are supposed to grow
+by as many tokens as it rises, at that step, and never beyond it. What they grow by on their own is the trend of measured
+widths, the schedule's part taken out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from math import sqrt
+from math import ceil, sqrt
 
 from nereus.config import Config
 from nereus.control.records import Candidate, Estimate, Misfit, StepMeasured
-from nereus.costs.calibrate import Calibration, Margin, moments
+from nereus.costs.calibrate import Calibration, moments
 from nereus.costs.profile import Profile
 from nereus.costs.training import Terms
-from nereus.forecast import first_passing, trend
+from nereus.forecast import Trend, first_passing, trend
 from nereus.layout import Plan
+from nereus.lengths import WIDTH_MULTIPLE_TOKENS, limit_row_tokens
 from nereus.observe import Observed, after, memory_parts
 from nereus.workload import (
     PHASE_KINDS,
-    WIDTH_MULTIPLE_TOKENS,
     PhaseKind,
     StepBatch,
     largest_batch,
@@ -37,6 +41,8 @@ KEPT_STEPS = 40
 KEPT_TERMS = 64
 Question = tuple[str, StepBatch, tuple[str, ...], Profile]
 """What terms follow from: a plan, a batch, the stages that are new, the slots' profile."""
+Parts = dict[tuple[str, int], dict[str, dict[str, float]]]
+"""(plan, width of rows) -> slot -> part -> bytes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,8 +78,8 @@ class JobOutlook:
     lacking: dict[tuple[str, int], str | None] = field(
         default_factory=dict[tuple[str, int], str | None], repr=False, compare=False
     )
-    parts: dict[tuple[str, int], Mapping[str, Mapping[str, float]]] = field(
-        default_factory=dict[tuple[str, int], Mapping[str, Mapping[str, float]]], repr=False, compare=False
+    parts: Parts = field(
+        default_factory=dict[tuple[str, int], "dict[str, dict[str, float]]"], repr=False, compare=False
     )
 
     def __getstate__(self) -> dict[str, object]:
@@ -101,28 +107,29 @@ class JobOutlook:
         state = replace(state, batch=step.batch, calibrations=calibrations)
         told = self._prediction(state, plan_id, step)
         state = after(state, {"kind": "prediction", **told})
-        measured = {
+        measured: dict[str, object] = {
             "kind": "observed",
             "step": step.step,
             "seconds": {phase: seconds / ratio for phase, seconds in step.phase_seconds.items()},
             "batch": step.batch.record(),
             "peak_bytes": dict(step.peak_bytes),
         }
-        recent_tokens = (*self.recent_tokens, (step.step, step.batch.width_tokens))[-KEPT_STEPS:]
-        return replace(self, state=after(state, measured), recent_tokens=recent_tokens, lacking={})
+        return replace(self, state=after(state, measured)).met_rows(step.step, step.batch.width_tokens)
+
+    def met_rows(self, step: int, width_tokens: int) -> JobOutlook:
+        """The same, knowing also that rows of step `step` are so wide."""
+        return replace(self, recent_tokens=(*self.recent_tokens, (step, width_tokens))[-KEPT_STEPS:], lacking={})
 
     def _prediction(self, state: Observed, plan_id: str, step: StepObserved) -> dict[str, object]:
         """What of a prediction `nereus.observe` learns from, with the batch that the step had."""
-        key = (plan_id, self._longest_tokens())
-        if key not in self.parts:
-            self.parts[key] = memory_parts(self.config, self.plans[plan_id])
+        plan, width = self.plans[plan_id], step.batch.width_tokens
         return {
             "step": step.step,
             "plan_id": plan_id,
             "is_new": True,  # the scatter of whole steps is the policy's to learn
             "stages": {},
             "terms": self._terms_of(state, plan_id, step.batch, step.fresh),
-            "memory_bytes": self.parts[key],
+            "memory_bytes": parts_of(self.config, plan, plan_id, width, self.parts),
         }
 
     def expected(self, finished: StepMeasured, plan_id: str) -> Estimate:
@@ -145,27 +152,71 @@ class JobOutlook:
             shared[phase] = {n: old_ratio * one.get(n, 0.0) - new_ratio * other.get(n, 0.0) for n in names}
         return self._sum(shared)
 
-    def misfit(self, plan_id: str) -> Misfit | None:
-        """When the slots' budget will not hold the plan: at the longest rows allowed never, now, or as rows grow."""
-        longest = self._longest_tokens()
-        if self._excess(plan_id, longest) is None:
+    def misfit(self, plan_id: str, step: int) -> Misfit | None:
+        """When the budget will not hold the plan from step `step` on: never, at once, or as rows grow.
+
+        Nothing is foreseen before rows were measured: the world refuses a step whose rows turn out too wide.
+        """
+        return self.foreseen(self.plans[plan_id], plan_id, step) if self._rows() else None
+
+    def foreseen(self, plan: Plan, plan_id: str, step: int) -> Misfit | None:
+        """The same of any plan; without a measurement rows are as wide as they may be."""
+        if self._excess(plan, plan_id, self._widest_tokens(step)) is None:
             return None
-        recent = [width for _, width in self.recent_tokens[-RECENT_STEPS:]]
-        now = min(longest, max(recent, default=longest))
-        reason = self._excess(plan_id, now)
-        if reason is not None:
-            return Misfit(within_steps=0, reason=reason)
-        line = trend([(step, float(width)) for step, width in self.recent_tokens])
+        scheduled = self._scheduled(plan, plan_id, step)
+        if scheduled is not None and scheduled.within_steps <= 1:
+            return scheduled
+        grown = self._grown(plan, plan_id, step)
+        return min((each for each in (scheduled, grown) if each), key=lambda each: each.within_steps, default=None)
+
+    def supposed_tokens(self, step: int) -> int:
+        """The width of the rows of a step to come, without what they grow by on their own."""
+        limit = self._limit_tokens(step)
+        recent = self._rows()[-RECENT_STEPS:]
+        if not recent:
+            return limit
+        return min(limit, max(width + max(0, limit - self._limit_tokens(at)) for at, width in recent))
+
+    def coming_tokens(self, step: int, steps: int) -> int:
+        """The widest rows that are to be expected within so many steps from `step` on, their own growth included."""
+        last = step + max(1, min(steps, self._steps_ahead(step))) - 1
+        at_limits = [at for at in self._new_limits(step) if at <= last]
+        line = self._line(step)
+        grown = 0.0 if line is None else line.at(max(0, last - line.last_step))[0]
+        most = max(self._limit_tokens(at) for at in at_limits)
+        return max(min(most, ceil(grown)), *(self.supposed_tokens(at) for at in at_limits))
+
+    def _line(self, step: int) -> Trend | None:
+        """The trend of rows as wide as they would be at the limit of step `step`."""
+        now = self._limit_tokens(step)
+        return trend([(at, float(width + max(0, now - self._limit_tokens(at)))) for at, width in self._rows()])
+
+    def _scheduled(self, plan: Plan, plan_id: str, step: int) -> Misfit | None:
+        """When the rows that are there now, and what the limit lets them grow by, are too wide."""
+        for at in self._new_limits(step):
+            width = self.supposed_tokens(at)
+            if (reason := self._excess(plan, plan_id, width)) is not None:
+                return Misfit(within_steps=at - step, reason=f"with rows of {width} tokens {reason}")
+        return None
+
+    def _grown(self, plan: Plan, plan_id: str, step: int) -> Misfit | None:
+        """When rows that grow on their own will be too wide; at the earliest after `step`, as it is not certain."""
+        now, most = self._limit_tokens(step), self._widest_tokens(step)
+        line = self._line(step)
         if line is None:
             return None
-        room = now
-        while self._excess(plan_id, room + WIDTH_MULTIPLE_TOKENS) is None:
-            room += WIDTH_MULTIPLE_TOKENS
-        passing = first_passing(line, float(room), steps=AHEAD_STEPS)
+        room = self._room_tokens(plan, plan_id, self.supposed_tokens(step), most)
+
+        def bound(after_last: int) -> float:
+            limit = self._limit_tokens(line.last_step + after_last)
+            return room - max(0, limit - now) if limit > room else float("inf")
+
+        passing = first_passing(line, bound, steps=self._steps_ahead(step))
         if passing is None:
             return None
-        reason = self._excess(plan_id, room + WIDTH_MULTIPLE_TOKENS)
-        return Misfit(within_steps=passing.in_steps, reason=f"with rows of more than {room} tokens {reason}")
+        reason = self._excess(plan, plan_id, room + WIDTH_MULTIPLE_TOKENS)
+        within = max(1, line.last_step + passing.in_steps - step)
+        return Misfit(within_steps=within, reason=f"with rows of more than {room} tokens {reason}")
 
     # -- what follows -------------------------------------------------------------------------------------------------
 
@@ -185,19 +236,47 @@ class JobOutlook:
     def _sum(self, phases: Mapping[str, Terms]) -> Estimate:
         return believed(self.state.calibrations, phases)
 
-    def _longest_tokens(self) -> int:
-        return largest_batch(self.config).width_tokens
+    def _rows(self) -> tuple[tuple[int, int], ...]:
+        """(step, width) of the rows that are known; after a resumption those of the last step before it."""
+        batch = self.state.batch
+        return self.recent_tokens or (() if batch is None else ((self.state.last_step, batch.width_tokens),))
 
-    def _excess(self, plan_id: str, width_tokens: int) -> str | None:
+    def _limit_tokens(self, step: int) -> int:
+        return limit_row_tokens(self.config.data, step)
+
+    def _room_tokens(self, plan: Plan, plan_id: str, least: int, most: int) -> int:
+        """The widest rows that the plan holds, between some that it does and some that it does not."""
+        low, high = least // WIDTH_MULTIPLE_TOKENS, most // WIDTH_MULTIPLE_TOKENS
+        while high - low > 1:
+            middle = (low + high) // 2
+            fits = self._excess(plan, plan_id, middle * WIDTH_MULTIPLE_TOKENS) is None
+            low, high = (middle, high) if fits else (low, middle)
+        return low * WIDTH_MULTIPLE_TOKENS
+
+    def _new_limits(self, step: int) -> list[int]:
+        """Step `step` and those after it from which on another limit holds."""
+        end = step + self._steps_ahead(step)
+        return [step, *(each.step for each in self.config.data.response_schedule if step < each.step < end)]
+
+    def _steps_ahead(self, step: int) -> int:
+        """How many steps are looked at: those that are left of the run, this one at least."""
+        return max(1, min(AHEAD_STEPS, self.config.run.steps - step + 1))
+
+    def _widest_tokens(self, step: int) -> int:
+        """The widest rows that any of those steps may have."""
+        return max(self._limit_tokens(at) for at in self._new_limits(step))
+
+    def _excess(self, plan: Plan, plan_id: str, width_tokens: int) -> str | None:
         """What a slot lacks when rows are so wide, or None; with the margin that was learnt."""
         key = (plan_id, width_tokens)
         if key not in self.lacking:
-            self.lacking[key] = self._judged(plan_id, width_tokens)
+            self.lacking[key] = self._judged(plan, plan_id, width_tokens)
         return self.lacking[key]
 
-    def _judged(self, plan_id: str, width_tokens: int) -> str | None:
+    def _judged(self, plan: Plan, plan_id: str, width_tokens: int) -> str | None:
         budget = self.config.fleet.slot_budget_bytes
-        needs = safe_bytes(self.config, self.state.margin, self.plans[plan_id], width_tokens, self.parts)
+        parts = parts_of(self.config, plan, plan_id, width_tokens, self.parts)
+        needs = {slot: self.state.margin.safe_bytes(each) for slot, each in parts.items()}
         slot, needed = max(needs.items(), key=lambda item: item[1])
         if needed <= budget:
             return None
@@ -219,19 +298,14 @@ def believed(calibrations: Mapping[PhaseKind, Calibration], phases: Mapping[str,
     return Estimate(mean_seconds=mean, deviation_seconds=sqrt(variance))
 
 
-def safe_bytes(
-    config: Config,
-    margin: Margin,
-    plan: Plan,
-    width_tokens: int,
-    parts: dict[tuple[str, int], Mapping[str, Mapping[str, float]]],
-) -> dict[str, float]:
-    """Slot -> bytes that it must have room for under `plan` when rows are `width_tokens` wide; `parts` remembers."""
-    key = (plan.plan_id, width_tokens)
-    if key not in parts:
-        response = max(1, width_tokens - config.data.max_prompt_tokens)
-        parts[key] = memory_parts(replace(config, data=replace(config.data, max_response_tokens=response)), plan)
-    return {slot: margin.safe_bytes(each) for slot, each in parts[key].items()}
+def parts_of(
+    config: Config, plan: Plan, plan_id: str, width_tokens: int, known: Parts
+) -> Mapping[str, dict[str, float]]:
+    """`memory_parts`, remembered in `known`."""
+    key = (plan_id, width_tokens)
+    if key not in known:
+        known[key] = memory_parts(config, plan, width_tokens)
+    return known[key]
 
 
 def _observed(step: StepMeasured) -> StepObserved:

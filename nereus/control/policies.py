@@ -93,6 +93,10 @@ class Policy(Protocol):
         """Something else changed (fleet, notice, memory, failed change); `ended`: it ended the present plan's life."""
         ...
 
+    def outgrown(self, step: int, width_tokens: int) -> None:
+        """The rows of the step, which has not run, are too wide for the present plan."""
+        ...
+
     def answered(self, answer: SearchDone) -> None:
         """A search that is not stale was answered."""
         ...
@@ -125,6 +129,9 @@ class RulePolicy:
 
     def happened(self, reason: str, *, ended: bool) -> None:
         """Nothing is learnt."""
+
+    def outgrown(self, step: int, width_tokens: int) -> None:
+        """The rule has no other plan for it."""
 
     def answered(self, answer: SearchDone) -> None:
         """No search is asked for."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from math import hypot
 
-from nereus.control.outlook import JobOutlook, safe_bytes
+from nereus.control.outlook import JobOutlook
 from nereus.control.records import (
     Band,
     Candidate,
@@ -25,10 +25,11 @@ from nereus.control.records import (
     plan_kind,
     plan_slots,
 )
-from nereus.costs.calibrate import predict
+from nereus.costs.calibrate import OVERHEAD, STATE, predict
 from nereus.errors import TransferFailed
 from nereus.fleet import CPU_SLOT, Fleet, Node
 from nereus.layout import STAGES, Plan, StagePlan
+from nereus.memory import OVERHEAD_BYTES, request_cache_bytes, stage_bytes
 from nereus.model import ModelSpec, models_of
 from nereus.observe import DRIVER_SECONDS
 from nereus.planning.plan import StageChoice
@@ -85,19 +86,24 @@ class Proposal:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Option:
-    """A choice for one model-stage, what its phases take, and its part of the least cost: horizon x that + bound."""
+    """A choice for one model-stage, what its phases take, and its part of the least cost: horizon x that + bound.
+
+    `leaves_room` is whether it holds the rows to come beside what the other stages keep at present.
+    """
 
     stage: StagePlan
     seconds: float
     cost_seconds: float
+    leaves_room: bool
 
 
 def propose(request: SearchRequest, ground: Ground, budget_count: int) -> Proposal:
     """The best plans on the request's slots under its horizon. The same question has the same answer."""
     search = _Search(request=request, ground=ground, budget_count=budget_count)
-    search.run(widest=True)
-    if not search.kept:  # smaller micro-batches hold less
-        search.run(widest=False)
+    for lasting, widest in ((True, True), (True, False), (False, True), (False, False)):
+        search.run(widest=widest, lasting=lasting)
+        if search.kept:
+            break
     asked = [c for c in (search.priced(plan) for plan in request.include) if c is not None]
     found = sorted(search.kept.values(), key=lambda each: (each[0], each[1].plan_id))
     best = {c.plan_id: c for _, c in found} | {c.plan_id: c for c in asked}
@@ -107,7 +113,7 @@ def propose(request: SearchRequest, ground: Ground, budget_count: int) -> Propos
         reason="" if best else search.reason(),
         evaluated_count=search.nodes_count,
         priced_count=search.priced_count,
-        finished=search.nodes_count < budget_count and search.priced_count < PRICED_COUNT,
+        finished=search.finished and search.priced_count < PRICED_COUNT,
     )
 
 
@@ -120,9 +126,8 @@ class _Search:
     nodes_count: int = 0
     priced_count: int = 0
     nearest: str = ""
-    parts: dict[tuple[str, int], Mapping[str, Mapping[str, float]]] = field(
-        default_factory=dict[tuple[str, int], Mapping[str, Mapping[str, float]]]
-    )
+    least_steps: float = 0.0  # so long at least the plans that are kept have to fit
+    finished: bool = True
 
     def __post_init__(self) -> None:
         self.config = self.ground.outlook.config
@@ -130,21 +135,38 @@ class _Search:
         self.ratios = dict(self.request.ratios)
         self.floor_ratio = min((1.0, *self.ratios.values()))
         self.present = self.request.present
+        steps = max(1, round(self.request.horizon_steps))
+        self.width_tokens = self.ground.outlook.coming_tokens(self.request.step, steps)
+        self.kept_bytes = {name: self.stage_kept_bytes(stage) for name, stage in self.present.stages()}
 
-    def run(self, *, widest: bool) -> None:
-        """Visits combinations by rising least cost. `widest`: of each layout the fastest micro-batch, else the smallest."""
+    def run(self, *, widest: bool, lasting: bool) -> None:
+        """Visits combinations by rising least cost, and spends the budget at most.
+
+        `widest`: of each layout the fastest micro-batch that leaves room, else the smallest. `lasting`: only plans that are
+        foreseen to fit over the horizon, else also those that soon stop to.
+        """
+        self.least_steps = self.request.horizon_steps if lasting else 1.0
+        end_count = self.nodes_count + self.budget_count
         options = [self.options(name, widest=widest) for name in STAGES]
         if not all(options):
             return
         rest = self.rest_seconds()
         least = self.floor_ratio * self.request.horizon_steps * rest
         for cost, indices in rising([[each.cost_seconds for each in listed] for listed in options]):
-            if self.nodes_count >= self.budget_count or least + cost >= self.limit_seconds:
+            if self.nodes_count >= end_count:
+                self.finished = False
+                return
+            if least + cost >= self.limit_seconds:
                 return
             self.nodes_count += 1
             chosen = {name: options[at][indices[at]] for at, name in enumerate(STAGES)}
             step = rest + sum(each.seconds for each in chosen.values())
             self.visit(Plan(**{name: each.stage for name, each in chosen.items()}), step)
+
+    def stage_kept_bytes(self, stage: StagePlan) -> int:
+        """What a stage keeps on a slot between its phases."""
+        held, _ = stage_bytes(self.config, self.pricing.specs[stage.model], stage, 0, self.width_tokens)
+        return sum(held.values())
 
     @property
     def limit_seconds(self) -> float:
@@ -179,14 +201,13 @@ class _Search:
         return None if found is None else candidate(placed, found)
 
     def fits(self, plan: Plan) -> bool:
-        """Whether every slot has the room, with the margin that was learnt, at the longest rows allowed."""
+        """Whether every slot has the room, with the margin that was learnt, for the rows of so many steps as are wanted."""
         self.nodes_count += FIT_NODES
-        budget, width = self.config.fleet.slot_budget_bytes, largest_batch(self.config).width_tokens
-        needs = safe_bytes(self.config, self.ground.outlook.state.margin, plan, width, self.parts)
-        slot, needed = max(needs.items(), key=lambda item: item[1])
-        if needed > budget and not self.nearest:
-            self.nearest = f"{plan} needs {needed:,.0f} bytes on slot {slot}, whose budget is {budget:,}"
-        return needed <= budget
+        misfit = self.ground.outlook.foreseen(plan, plan.plan_id, self.request.step)
+        if misfit is not None and not self.nearest:
+            when = f"in {misfit.within_steps} steps, " if misfit.within_steps else ""
+            self.nearest = f"{plan}: {when}{misfit.reason}"
+        return misfit is None or misfit.within_steps >= self.least_steps
 
     def reason(self) -> str:
         """Why there is no candidate."""
@@ -227,19 +248,38 @@ class _Search:
                 stage = replace(before, micro_batch=choice.micro_batch)
             option = self.option(name, stage)
             known = best.get(stage.layout)
-            better = known is None or (
-                option.seconds < known.seconds if widest else stage.micro_batch < known.stage.micro_batch
-            )
-            if better:
+            if known is None or self.better(option, known, widest=widest):
                 best[stage.layout] = option
         return sorted(best.values(), key=lambda each: (each.cost_seconds, repr(each.stage.layout)))
+
+    def better(self, option: _Option, known: _Option, *, widest: bool) -> bool:
+        """Whether a micro-batch is to be preferred to another: among those that leave room the fastest, else the smaller."""
+        if widest and option.leaves_room == known.leaves_room and option.leaves_room:
+            return option.seconds < known.seconds
+        return option.stage.micro_batch < known.stage.micro_batch
+
+    def leaves_room(self, name: str, stage: StagePlan) -> bool:
+        """Whether a slot has room for what the stage adds to what the present plan's other stages keep there."""
+        if name == "actor_generate":
+            return True
+        others = sum(size for other, size in self.kept_bytes.items() if other != name)
+        outlook = self.ground.outlook
+        own = max(self.own_bytes(stage, rank) for rank in {0, stage.layout.ranks - 1})
+        needed = outlook.state.margin.safe_bytes({OVERHEAD: float(OVERHEAD_BYTES), STATE: float(others + own)})
+        return needed <= self.config.fleet.slot_budget_bytes
+
+    def own_bytes(self, stage: StagePlan, rank: int) -> int:
+        """The peak of a stage alone."""
+        held, phases = stage_bytes(self.config, self.pricing.specs[stage.model], stage, rank, self.width_tokens)
+        return sum(held.values()) + max((sum(parts.values()) for parts in phases.values()), default=0)
 
     def option(self, name: str, stage: StagePlan) -> _Option:
         """A choice with what it costs at least."""
         seconds = self.stage_seconds(name, stage)
         bound = self.pricing.stage_bound_seconds(name, stage, self.request.slots[0])
         cost = self.floor_ratio * self.request.horizon_steps * seconds + bound
-        return _Option(stage=stage, seconds=seconds, cost_seconds=cost)
+        room = self.leaves_room(name, stage)
+        return _Option(stage=stage, seconds=seconds, cost_seconds=cost, leaves_room=room)
 
     def choices(self, name: str) -> Iterator[StageChoice]:
         """What the planner enumerates for this stage on so many slots."""
@@ -249,7 +289,8 @@ class _Search:
         ground = problem.terrain.ground(problem.terrain.ordered())
         if name == "actor_generate":
             for layout in engine_layouts(problem.job, ground, fewer=count <= space.exact_slots):
-                yield StageChoice(layout=layout, micro_batch=self.present.actor_generate.micro_batch)
+                if self.config.rollout.kv_cache_bytes >= request_cache_bytes(self.config, layout.tp):
+                    yield StageChoice(layout=layout, micro_batch=self.present.actor_generate.micro_batch)
             return
         stated: StagePlan = getattr(self.present, name)
         space = replace(space, micro_batches=tuple(sorted({*space.micro_batches, stated.micro_batch})))

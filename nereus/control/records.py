@@ -104,6 +104,16 @@ class MemoryAlarm:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class StepRefused:
+    """Step `step` has rows of `width_tokens`, which the plan cannot hold: nothing was done on them, and they are kept."""
+
+    at_seconds: float
+    step: int
+    width_tokens: int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class SearchDone:
     """The answer to `Search` number `search_id`; without candidates `reason` says why nothing fits."""
 
@@ -238,8 +248,12 @@ class Outlook(Protocol):
         """A step's old_ratio x old - new_ratio x new; the deviation is the joint one: what both share cancels."""
         ...
 
-    def misfit(self, plan_id: str) -> Misfit | None:
-        """When the plan will not fit, as far as it is foreseen."""
+    def misfit(self, plan_id: str, step: int) -> Misfit | None:
+        """When the plan will not fit from step `step` on, as far as it is foreseen."""
+        ...
+
+    def met_rows(self, step: int, width_tokens: int) -> Outlook:
+        """The same, knowing also that the rows of step `step`, which has not run, are so wide."""
         ...
 
 

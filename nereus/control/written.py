@@ -13,7 +13,15 @@ from typing import Any, Union, cast, get_args, get_origin, get_type_hints
 
 from nereus.control.controller import AdaptiveEvent
 from nereus.control.outlook import StepObserved
-from nereus.control.records import Candidate, FleetChanged, MemoryAlarm, PreemptionNotice, SearchDone, StateRestored
+from nereus.control.records import (
+    Candidate,
+    FleetChanged,
+    MemoryAlarm,
+    PreemptionNotice,
+    SearchDone,
+    StateRestored,
+    StepRefused,
+)
 from nereus.errors import JournalError
 from nereus.events import JobReady, StopRequested, TransitionDone, TransitionFailed
 from nereus.fleet import Fleet
@@ -25,6 +33,7 @@ EVENTS: dict[str, type] = {
     for each in (
         JobReady,
         StepObserved,
+        StepRefused,
         TransitionDone,
         TransitionFailed,
         StateRestored,

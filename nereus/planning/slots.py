@@ -14,9 +14,10 @@ from nereus.config import Config
 from nereus.costs.generation import equal_lengths
 from nereus.fleet import CPU_SLOT, uniform
 from nereus.layout import Layout, Plan, Stage, StagePlan, equal_shares
-from nereus.memory import OVERHEAD_BYTES, activation_bytes, kv_bytes_per_token, logit_bytes
+from nereus.lengths import largest_limit, largest_row_tokens, request_tokens
+from nereus.memory import OVERHEAD_BYTES, activation_bytes, engine_bytes, kv_bytes_per_token, logit_bytes
 from nereus.memory import resident as held_between
-from nereus.model import ModelSpec, models_of, round_up
+from nereus.model import ModelSpec, models_of
 from nereus.planning.bytes import EngineBytes, StageBytes
 from nereus.planning.evaluate import Problem
 from nereus.planning.ground import Terrain
@@ -43,8 +44,7 @@ class SlotMemory:
         """The bytes of a stage that trains or infers: state always, activations and logits in its phases."""
         del job
         plan = stage_plan(self.config, name, choice, tuple(range(choice.layout.ranks)))
-        spec, data = self.specs[plan.model], self.config.data
-        width = round_up(data.max_prompt_tokens + data.max_response_tokens, 8)
+        spec, width = self.specs[plan.model], largest_row_tokens(self.config.data)
         kept: dict[str, float] = {}
         for held in self._held(spec, plan):
             kept = {part: max(kept.get(part, 0.0), float(size)) for part, size in held.items()}
@@ -70,14 +70,16 @@ class SlotMemory:
         key = ("engine", one)
         if key not in self.known:
             held = holding(self.specs["actor"], plan)
-            self.known[key] = ({"weights": max(sum(s.size_bytes for s in held[slot]) for slot in plan.slots)},)
-        weights = 2.0 * self.known[key][0]["weights"]  # the engine packs a copy of some tensors
+            weights = max(sum(s.size_bytes for s in held[slot]) for slot in plan.slots)
+            self.known[key] = (engine_bytes(self.config, weights),)
+        own = self.known[key][0]
         fixed = {
-            "weights": weights,
+            "weights": float(own["weights"]),
+            "tables": float(own["tables"]),
             "overhead": float(OVERHEAD_BYTES),
             "staging": float(self.config.transfer.bucket_bytes),
         }
-        cache = float(self.config.rollout.kv_cache_bytes)
+        cache = float(own["kv_cache"])
         return EngineBytes(
             fixed=fixed,
             token_bytes=float(kv_bytes_per_token(self.config.model, layout.tp)),
@@ -142,8 +144,8 @@ def problem_of(config: Config) -> Problem:
         reference=language_model(config.model),
         samples=data.prompts_per_step * data.samples_per_prompt,
         prompt_tokens=data.max_prompt_tokens,
-        lengths=equal_lengths(data.max_response_tokens),
-        longest_tokens=data.max_prompt_tokens + data.max_response_tokens,
+        lengths=equal_lengths(largest_limit(data)),
+        longest_tokens=request_tokens(data),
         mini_batches=config.algorithm.mini_batches,
         epochs=config.algorithm.epochs,
     )

@@ -12,6 +12,7 @@ from typing import Any
 
 from nereus.config import Config
 from nereus.costs.profile import Profile, recorded, resized
+from nereus.errors import PlanOutgrown
 from nereus.layout import Plan
 from nereus.observe import (
     Expected,
@@ -23,6 +24,9 @@ from nereus.observe import (
     expected_change,
     expected_seconds,
     fold,
+    memory_parts,
+    outgrown,
+    with_memory,
 )
 from nereus.runtime.changes import Transaction
 from nereus.runtime.journal import Journal
@@ -108,10 +112,21 @@ class Observer:
         early = "interleaved" in step.seconds  # a change's new state stood beside the step's: no peak of the plan's own
         peaks = {} if early else {str(slot): found[slot] for slot in sorted(found)}
         seconds = measured_phases(step.seconds)
-        step.metrics |= compared(expected, seconds, peaks)
-        fields = {"step": step.step, "seconds": seconds, "batch": step.batch.record(), "peak_bytes": peaks}
+        memory = memory_parts(self.config, plan, step.batch.width_tokens)
+        step.metrics |= compared(with_memory(expected, memory, self.state.margin), seconds, peaks)
+        fields = {
+            "step": step.step,
+            "seconds": seconds,
+            "batch": step.batch.record(),
+            "peak_bytes": peaks,
+            "memory_bytes": memory,
+        }
         self._tell("observed", fields)
         self.told = {**fields, "fresh": expected.fresh}
+
+    def refusal(self, step: int, plan: Plan, width_tokens: int) -> PlanOutgrown | None:
+        """Why `plan` may not work on rows so wide in `step`; None where it may."""
+        return outgrown(self.state, self.config, plan, step, width_tokens)
 
     # -- changes of plan -----------------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from nereus.config import ModelConfig
 from nereus.errors import JournalError, NereusError, SlotFailed
 from nereus.layout import StagePlan, batch_shares
+from nereus.lengths import WIDTH_MULTIPLE_TOKENS, largest_limit, response_limit
 from nereus.rl.advantages import AdvantageSettings, estimate, token_rewards
 from nereus.rl.batch import Batch, build, split
 from nereus.rl.correction import mismatch
@@ -30,7 +31,6 @@ from nereus.runtime.rollouts import Rollouts, load, save
 from nereus.storage import emu_name
 from nereus.workload import StepBatch, step_batch
 
-WIDTH_MULTIPLE_TOKENS = 8
 RESUMED = "rollout/requests_resumed", "rollout/tokens_kept"
 """Of a step whose generation a loss cut short."""
 
@@ -57,16 +57,22 @@ class StepRecord:
 
 @dataclass(kw_only=True)
 class Phases:
-    """Runs PPO steps of a job; rollouts are sampled, or read from another run's `recorded` folder."""
+    """Runs PPO steps of a job; rollouts are sampled, or read from another run's `recorded` folder.
+
+    `refusal` says why the present plan may not work on a step's rows of so many tokens. They are kept for the same step
+    once more, under another plan.
+    """
 
     job: Job
     task: Task
     folder: Path
     recorded: Path | None = None
+    refusal: Callable[[int, int], NereusError | None] = lambda _step, _width_tokens: None
 
     def __post_init__(self) -> None:
         self.resumed = 0, 0  # requests that the last sampling found begun, and their tokens
         self._kept: dict[str, Completion] = {}
+        self._refused: tuple[int, Rollouts] | None = None
         self.updating = False  # between the first update of a step and its end: the state is of no step
         a = self.job.config.algorithm
         self.policy = PolicySettings(
@@ -89,18 +95,25 @@ class Phases:
     def run(self, step: int, between: Callable[[StepRecord], None] = lambda _: None) -> StepRecord:
         """PPO step `step`: sample, score, infer, estimate advantages, update critic and actor.
 
-        `between` is called at boundaries between phases after generation, when nothing runs on the slots.
+        `between` is called at boundaries between phases after generation, when nothing runs on the slots. Raises what
+        `refusal` says before any phase has begun on the rows.
         """
         record = StepRecord(step=step)
         started = time.monotonic()
-        rollouts = self.rollouts(record)
+        before, self._refused = self._refused, None
+        known = before[1] if before is not None and before[0] == step else None
+        rollouts = known or self.rollouts(record)
+        record.rollouts = rollouts.digest
         batch = build(rollouts.prompts, rollouts.responses, multiple_tokens=WIDTH_MULTIPLE_TOKENS)
         record.batch = step_batch(
             batch.prompt_lengths.tolist(),
             batch.response_lengths.tolist(),
             batch.width_tokens,
-            sampled=self.recorded is None,
+            sampled=self.recorded is None and known is None,
         )
+        if (refusal := self.refusal(step, batch.width_tokens)) is not None:
+            self._refused = step, rollouts
+            raise refusal
         plan = self.job.plan
         between(record)
         with record.timed("old_log_prob"):
@@ -138,7 +151,6 @@ class Phases:
             with record.timed("reward"):
                 rollouts = self._scored(record.step, done)
         save(rollouts, self.folder)
-        record.rollouts = rollouts.digest
         return rollouts
 
     def _check_recorded(self, rollouts: Rollouts, step: int) -> None:
@@ -170,7 +182,7 @@ class Phases:
                 prompt_tokens=self.task.prompt(s.prompt).token_ids,
                 seed=s.seed(config.run.seed),
                 temperature=config.rollout.temperature,
-                max_response_tokens=config.data.max_response_tokens,
+                max_response_tokens=response_limit(config.data, step),
                 stop_token=self.task.tokenizer.eos_id,
             )
             for s in self._samples(step)
@@ -271,9 +283,8 @@ class Phases:
         size = batch.rows // algorithm.mini_batches
         for epoch in range(algorithm.epochs):
             for index, mini in enumerate(split(batch, [size] * algorithm.mini_batches)):
-                denominators = Denominators.of(
-                    mini.mask, horizon_tokens=float(self.job.config.data.max_response_tokens)
-                )
+                longest = float(largest_limit(self.job.config.data))  # of the run: a step's loss has one scale
+                denominators = Denominators.of(mini.mask, horizon_tokens=longest)
                 row: dict[str, Any] = {"epoch": epoch, "mini_batch": index}
                 with record.timed("update_critic"):
                     objective = Objective(kind="value", value=self.value, denominators=denominators)
@@ -341,7 +352,7 @@ class Phases:
         lengths = batch.response_lengths.double()
         tokens = int(batch.prompt_lengths.sum() + batch.response_lengths.sum())
         slots = len(self.job.pool.numbers)
-        limit = self.job.config.data.max_response_tokens
+        limit = response_limit(self.job.config.data, record.step)
         kl = kl_divergence(old, reference, "k3")[batch.mask > 0]
         m = record.metrics
         m["training/global_step"] = float(record.step)
@@ -352,7 +363,8 @@ class Phases:
         m["critic/score/shuffled_mean"] = self._shuffled(rollouts)
         m["critic/score/max"], m["critic/score/min"] = float(scores.max()), float(scores.min())
         m["response_length/mean"], m["response_length/max"] = float(lengths.mean()), float(lengths.max())
-        m["response_length/min"] = float(lengths.min())
+        m["response_length/min"], m["response_length/limit"] = float(lengths.min()), float(limit)
+        m["perf/row_width_tokens"] = float(batch.width_tokens)
         m["response_length/clip_ratio"] = float(
             sum(len(r) == limit and r[-1] != self.task.tokenizer.eos_id for r in rollouts.responses)
             / len(rollouts.responses)

@@ -8,14 +8,14 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 from nereus.catalogue import hf_config
 from nereus.config import Config
 from nereus.control.outlook import StepObserved
-from nereus.control.records import SearchDone
+from nereus.control.records import SearchDone, StepRefused
 from nereus.costs.profile import Profile
-from nereus.errors import JournalError, NereusError, SlotFailed
+from nereus.errors import JournalError, NereusError, PlanOutgrown, SlotFailed
 from nereus.events import (
     ChangePlan,
     Command,
@@ -89,7 +89,9 @@ class RealWorld:
         self.observer = Observer(
             config=self.config, pool=self.pool, journal=self.journal, sampled=self.recorded is None
         )
-        self._queue: deque[Event | SlotsLeaving | SlotsArrived] = deque()
+        self.phases.refusal = lambda step, width: self.observer.refusal(step, self.job.plan, width)
+        self._queue: deque[Event | StepRefused | SlotsLeaving | SlotsArrived] = deque()
+        self._outgrown: tuple[str, PlanOutgrown] | None = None  # the plan that last refused a step, and why
         self.schedule = FleetSchedule(self.config, self.pool)
         self.searches = Searches(self.job, self.journal)
         self._profile: Profile | None = None  # as the last step's event told it
@@ -117,7 +119,7 @@ class RealWorld:
 
     # -- World ---------------------------------------------------------------------------------------------------
 
-    def events(self) -> Iterator[Event | SearchDone | SlotsLeaving | SlotsArrived]:
+    def events(self) -> Iterator[Event | SearchDone | StepRefused | SlotsLeaving | SlotsArrived]:
         """Prepares the job, then yields what happens until `Finish` has been carried out."""
         if self.config.nereus.policy == "nereus":
             self.searches.start()  # its imports run beside the preparation
@@ -136,6 +138,8 @@ class RealWorld:
             elif self.searches.pending:
                 self.display.phase("searching for a plan")
                 yield self.searches.wait(self.config.fleet.phase_timeout_seconds)
+            elif self._outgrown is not None:
+                self._stop_outgrown(self._outgrown[1])
             else:
                 raise NereusError(
                     "the controller gave no command and nothing is left to happen: no plan is left to run"
@@ -224,20 +228,52 @@ class RealWorld:
 
     def _run_step(self, step: int) -> None:
         try:
+            done = self._try_step(step)
+        except PlanOutgrown as error:
+            self._refuse(error)
+            return
+        self._outgrown = None
+        if done and self.changing.command is not None:
+            self._finish_change()
+
+    def _refuse(self, error: PlanOutgrown) -> None:
+        """Tells who can answer with another plan; else, or where the answer was none, the run stops before the step."""
+        plan_id, wanted = self.job.plan.plan_id, self.config.nereus
+        answers = wanted.policy == "nereus" and not wanted.dry_run
+        if not answers or (self._outgrown is not None and self._outgrown[0] == plan_id):
+            self._stop_outgrown(error)
+        self._outgrown = plan_id, error
+        self.journal.append(
+            "step_refused", step=error.step, plan_id=plan_id, width_tokens=error.width_tokens, reason=str(error)
+        )
+        self.display.note(f"step {error.step} waits for another plan: its rows are {error.width_tokens} tokens wide")
+        self._queue.append(
+            StepRefused(at_seconds=time.time(), step=error.step, width_tokens=error.width_tokens, reason=str(error))
+        )
+
+    def _stop_outgrown(self, error: PlanOutgrown) -> NoReturn:
+        """The state before the step is saved, so that the run goes on from there under another plan."""
+        self._save_last()
+        raise error
+
+    def _try_step(self, step: int) -> bool:
+        """Whether the step was done; else slots were lost."""
+        try:
             self.observer.before_step(step, self.job.plan)
             record = self.phases.run(step, self.changing.between)
+        except PlanOutgrown:
+            raise
         except (NereusError, ChangeBroken) as error:
             whole, self.phases.updating = not self.phases.updating, False
             event = self.losses.hit(error, whole=whole)
             if event is not None:
                 self._queue.append(replace(event, whole=whole))
-                return
+                return False
             self.losses.mend(step)  # the change that tore the world is over without effect: the step once more
             self.changing.transaction = None
             record = self.phases.run(step)
         self._step_done(record)
-        if self.changing.command is not None:
-            self._finish_change()
+        return True
 
     def _step_done(self, record: StepRecord) -> None:
         step = record.step

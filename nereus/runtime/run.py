@@ -26,7 +26,7 @@ from nereus.world import Commander, drive
 
 def check_job(config: Config, rollouts: Path | None, first_step: int = 1) -> None:
     """What can be judged before any process starts, beyond `nereus.validate`: memory, the task, recorded rollouts."""
-    check_memory(config)
+    check_memory(config, first_step)
     data = config.data
     if first_step == 1:
         check_folder(config.model)

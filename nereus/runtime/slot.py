@@ -24,6 +24,7 @@ from nereus.engines.vllm.engine import GenerationEngine
 from nereus.engines.world import Census, ProcessWorld, census
 from nereus.interchange import start
 from nereus.layout import StagePlan
+from nereus.lengths import request_tokens
 from nereus.model import models_of, seed_of
 from nereus.rl.batch import Batch, over_tensors
 from nereus.rollout import Completion, Request
@@ -432,7 +433,7 @@ class Slot:
                 group_ranks=stage.slots,
                 tp=stage.layout.tp,
                 model_folder=self.model_folder,
-                max_model_tokens=data.max_prompt_tokens + data.max_response_tokens,
+                max_model_tokens=request_tokens(data),
                 max_requests=max(data.prompts_per_step * data.samples_per_prompt, 1),
                 kv_cache_bytes=self.config.rollout.kv_cache_bytes,
                 dtype=self.config.model.dtype,

@@ -11,6 +11,7 @@ are dense, because a world of torch.distributed has ranks from 0 on: after a los
   SlotsLeaving     PreemptionNotice, and FleetChanged once the plan no longer uses them
   SlotsArrived     FleetChanged once they are in the world
   SearchDone       the same
+  StepRefused      the same
 
   controller's command    world's
   ChangePlan              the same; Recover while slots are lost, which needs a plan for those that are left
@@ -38,6 +39,7 @@ from nereus.control.records import (
     Search,
     SearchDone,
     StateRestored,
+    StepRefused,
     plan_slots,
 )
 from nereus.control.written import written
@@ -64,7 +66,7 @@ from nereus.runtime.fleet_schedule import Relaunch, SlotsArrived, SlotsLeaving
 from nereus.runtime.journal import Journal
 from nereus.runtime.searches import Seek
 
-Told = Event | SearchDone | SlotsLeaving | SlotsArrived
+Told = Event | SearchDone | StepRefused | SlotsLeaving | SlotsArrived
 Order = Command | Seek | Relaunch
 
 
@@ -116,7 +118,7 @@ class Steering:
                 return self._slots_lost(event)
             case Recovered():
                 return self._recovered(event)
-            case SearchDone() | StopRequested():
+            case SearchDone() | StopRequested() | StepRefused():
                 return self._tell(event)
             case SlotsLeaving():
                 self.leaving_slots = tuple(self.ids[slot] for slot in event.slots)

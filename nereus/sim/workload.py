@@ -69,6 +69,7 @@ class StepSamples:
 class SimWorkload:
     """The job's data: `prompts_per_step` prompts, each sampled `samples_per_prompt` times, lengths by a curve and a shape.
 
+    `limit_tokens` are (step, tokens) from which on a response has at most so many, `most_response_tokens` of them before.
     `prompt_log_std` spreads prompts around `mean_prompt_tokens`. PPO has a critic, GRPO none.
     """
 
@@ -79,13 +80,14 @@ class SimWorkload:
     prompt_log_std: float = 0.4
     most_prompt_tokens: int
     most_response_tokens: int
+    limit_tokens: tuple[tuple[int, int], ...] = ()
     curve: LengthCurve
     shape: LengthShape = field(default_factory=LengthShape)
     spikes: tuple[Spike, ...] = ()
     seed: int = 1
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_grid", _Grid(self.shape, self.most_response_tokens))
+        object.__setattr__(self, "_grid", _Grid(self.shape, self.largest_limit))
         if self.shape.tail_shape <= 1.0:
             raise ConfigError("tail_shape", self.shape.tail_shape, "above 1, else the tail has no mean")
 
@@ -94,13 +96,22 @@ class SimWorkload:
         """Responses of a step."""
         return self.prompts_per_step * self.samples_per_prompt
 
+    @property
+    def largest_limit(self) -> int:
+        """The longest response of any step."""
+        return max(self.most_response_tokens, *(tokens for _, tokens in self.limit_tokens), 0)
+
+    def limit_at(self, step: int) -> int:
+        """The longest response of a step."""
+        return [self.most_response_tokens, *(tokens for start, tokens in self.limit_tokens if start <= step)][-1]
+
     def mean_at(self, step: int) -> float:
         """The mean response length of a step: the curve times its spikes; at least a token, at most the cap."""
         mean = self.curve.mean_at(step)
         for spike in self.spikes:
             if spike.step <= step < spike.step + spike.steps:
                 mean *= spike.length_ratio
-        return min(max(mean, 1.0), float(self.most_response_tokens))
+        return min(max(mean, 1.0), float(self.limit_at(step)))
 
     def batch(self, step: int) -> StepSamples:
         """The samples of a step."""
@@ -114,7 +125,7 @@ class SimWorkload:
         units = _units(shape, body, draw.random(prompts * each), draw.random(prompts * each))
         grid: _Grid = self._grid  # type: ignore[attr-defined]
         lengths = np.rint(units * grid.scale_for(self.mean_at(step)))
-        response = np.clip(lengths, 1, self.most_response_tokens).astype(np.int64)
+        response = np.clip(lengths, 1, self.limit_at(step)).astype(np.int64)
         return StepSamples(prompt_tokens=np.repeat(prompt, each), response_tokens=response)
 
 

@@ -202,7 +202,7 @@ class SimulatedWorld:
         metrics = step_row(step, samples, seconds, self.plan) | {
             "timing_s/transition": float(done["pause_seconds"]) if done else 0.0,
             "perf/throughput": samples.total_tokens / (seconds["step"] * len(self.fleet.slots)),
-            "response_length/clip_ratio": float((samples.response_tokens >= self.workload.most_response_tokens).mean()),
+            "response_length/clip_ratio": float((samples.response_tokens >= self.workload.limit_at(step)).mean()),
             "plan/state_version": float(self.state_version),
             "fleet/slots": float(len(self.fleet.slots)),
             "transition/count": float(len(self.transitions)),

@@ -38,11 +38,15 @@ def shown(plan: Plan, seconds: float, deviation: float = 0.0) -> Candidate:
 
 @dataclass(frozen=True)
 class TableOutlook:
-    """Seconds by plan_id, a share of them as the joint deviation; `scale` follows what is measured when `learns`."""
+    """Seconds by plan_id, a share of them as the joint deviation; `scale` follows what is measured when `learns`.
+
+    A plan named in `room_tokens` does not fit once wider rows are met.
+    """
 
     seconds: dict[str, float]
     joint_share: float = 0.0
     misfits: dict[str, Misfit] = field(default_factory=dict)
+    room_tokens: dict[str, int] = field(default_factory=dict)
     scale: float = 1.0
     learns: bool = False
 
@@ -66,7 +70,12 @@ class TableOutlook:
         mean = self.scale * (old_ratio * self.seconds[old_id] - new_ratio * self.seconds[new_id])
         return Estimate(mean_seconds=mean, deviation_seconds=self.joint_share * abs(mean))
 
-    def misfit(self, plan_id: str) -> Misfit | None:
+    def met_rows(self, step: int, width_tokens: int) -> TableOutlook:
+        narrow = [plan_id for plan_id, room in self.room_tokens.items() if room < width_tokens]
+        misfit = Misfit(within_steps=0, reason=f"rows of {width_tokens} tokens")
+        return replace(self, misfits={**self.misfits, **dict.fromkeys(narrow, misfit)})
+
+    def misfit(self, plan_id: str, step: int) -> Misfit | None:
         return self.misfits.get(plan_id)
 
 

@@ -22,6 +22,7 @@ from nereus.control.records import (
     Search,
     SearchDone,
     StepMeasured,
+    StepRefused,
     Switches,
 )
 from nereus.errors import InvalidEvent
@@ -52,11 +53,13 @@ class Job:
         *,
         switches: Switches | None = None,
         misfits: dict[str, Misfit] | None = None,
+        room_tokens: dict[str, int] | None = None,
         seconds: dict[str, float] | None = None,
         last_step: int = 200,
         caution: Caution = CAUTION,
     ) -> None:
-        self.policy = Adaptive(TableOutlook(seconds or SECONDS, 0.02, misfits or {}), POOR, caution)
+        outlook = TableOutlook(seconds or SECONDS, 0.02, misfits or {}, room_tokens or {})
+        self.policy = Adaptive(outlook, POOR, caution)
         self.controller = AdaptiveController(
             plan=POOR, fleet=uniform(4), last_step=last_step, policy=self.policy, switches=switches
         )
@@ -279,6 +282,40 @@ def test_a_plan_that_will_not_fit_is_left_before() -> None:
 def test_a_plan_that_does_not_fit_runs_no_step() -> None:
     job = Job(misfits={POOR.plan_id: Misfit(within_steps=0, reason="kv cache 12 bytes short")})
     assert job.controller.state == "searching"
+
+
+def refused(job: Job, width_tokens: int) -> StepRefused:
+    step = job.controller.step
+    return StepRefused(at_seconds=job.now, step=step, width_tokens=width_tokens, reason="slot 2 needs more")
+
+
+def test_a_step_whose_rows_are_too_wide_runs_under_a_plan_that_holds_them() -> None:
+    job = Job(room_tokens={POOR.plan_id: 64, BETTER.plan_id: 80})
+    job.step()
+    step = job.controller.step
+    (search,) = job.tell(refused(job, 96))
+    assert isinstance(search, Search)
+    assert search.request.reason == f"step {step} has rows of 96 tokens"
+    assert job.controller.state == "searching"
+    change = job.answer(search, shown(BETTER, 1.0), shown(SMALL, 90.0))[-1]
+    assert isinstance(change, ChangePlan)
+    assert (change.step, change.plan) == (step, SMALL)  # BETTER is faster, and too narrow as well
+    assert "rows of 96 tokens" in change.reason
+    assert job.done(SMALL)[-1] == RunStep(step=step)
+
+
+def test_without_a_plan_that_holds_the_rows_the_job_waits() -> None:
+    job = Job(room_tokens={POOR.plan_id: 64})
+    (search,) = job.tell(refused(job, 96))
+    assert isinstance(search, Search)
+    assert not [command for command in job.answer(search) if isinstance(command, RunStep)]
+    assert job.controller.state == "waiting"
+
+
+def test_only_the_step_under_way_is_refused() -> None:
+    job = Job()
+    with pytest.raises(InvalidEvent, match="step 7 was refused while step 1 was running"):
+        job.tell(replace(refused(job, 96), step=7))
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,7 @@ def known(outlook: TableOutlook, expected: float = 50.0, remaining: int = 100, n
         present_kind=plan_kind(OLD),
         horizon=horizon,
         caution=SURE,
+        step=1,
     )
 
 

@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nereus.config import Config, DataConfig, FleetConfig, ModelConfig, PlanConfig, StageConfig
-from nereus.control.outlook import JobOutlook, safe_bytes
+from nereus.control.outlook import JobOutlook
 from nereus.control.proposals import Ground, Pricing, propose, rising
 from nereus.control.records import SearchRequest, plan_kind
 from nereus.costs.profile import supposed
 from nereus.layout import STAGES, Layout, Plan, StagePlan, equal_shares, first_plan, first_problem
-from nereus.observe import Observed, after
+from nereus.observe import Observed, after, memory_parts
 from nereus.transitions.durations import Tolls
 from nereus.transitions.planned import SlotRoom
 
@@ -88,8 +88,8 @@ def brute_force(config: Config, horizon: float) -> float:
     steps: list[tuple[float, Plan]] = []
     for stages in product(*lists):
         plan = Plan(**dict(zip(STAGES, stages, strict=True)))
-        needs = safe_bytes(config, STATE.margin, plan, 136, {})
-        if plan != FIRST and max(needs.values()) <= config.fleet.slot_budget_bytes:
+        needs = [STATE.margin.safe_bytes(parts) for parts in memory_parts(config, plan, 136).values()]
+        if plan != FIRST and max(needs) <= config.fleet.slot_budget_bytes:
             known = JobOutlook(config=config, state=STATE, plans={plan.plan_id: plan})
             steps.append((known.step(plan.plan_id).mean_seconds, plan))
     best = float("inf")

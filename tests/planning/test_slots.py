@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from nereus.config import Config, FleetConfig, ModelConfig, PlanConfig, StageConfig
 from nereus.layout import first_plan
-from nereus.memory import plan_peaks
+from nereus.memory import OVERHEAD_BYTES, plan_peaks
 from nereus.planning.evaluate import evaluate
 from nereus.planning.search import search
 from nereus.planning.slots import global_plan, problem_of, runtime_plan, space_of
@@ -55,7 +55,7 @@ def test_a_plan_comes_back_from_the_runtimes_form() -> None:
 def test_any_number_of_slots_gets_a_plan_and_a_small_budget_none(slots: int) -> None:
     config = Config(fleet=FleetConfig(slots=slots))
     assert search(problem_of(config), space=space_of(config)).best is not None
-    small = replace(config, fleet=FleetConfig(slots=slots, slot_budget_bytes=50 << 20))
+    small = replace(config, fleet=FleetConfig(slots=slots, slot_budget_bytes=OVERHEAD_BYTES + (4 << 20)))
     result = search(problem_of(small), space=space_of(small))
     assert result.best is None
-    assert result.near_misses[0].misfits[0].needed_bytes > 50 << 20
+    assert result.near_misses[0].misfits[0].needed_bytes > OVERHEAD_BYTES + (4 << 20)

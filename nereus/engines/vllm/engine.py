@@ -31,10 +31,9 @@ from nereus.engines.vllm.boot import ENGINE_KEY, boot
 from nereus.engines.vllm.staging import WeightSlice, offer
 from nereus.engines.world import ProcessWorld
 from nereus.errors import TransferFailed
+from nereus.memory import CACHE_BLOCK_TOKENS
 from nereus.rollout import Completion, Request
 
-BLOCK_TOKENS = 32
-"""Tokens of a KV block: the least that vLLM's CPU attention works well with (platforms/cpu.py)."""
 BATCH_TOKENS = 2048
 """Tokens of one forward pass at most (vLLM's max_num_batched_tokens), unless a request may be longer."""
 VOCAB_ALIGN = 64
@@ -53,7 +52,7 @@ _FIXED: dict[str, object] = {
     "generation_config": "vllm",
     "enforce_eager": True,
     "enable_prefix_caching": True,
-    "block_size": BLOCK_TOKENS,
+    "block_size": CACHE_BLOCK_TOKENS,
     "logprobs_mode": "raw_logprobs",
     "disable_log_stats": True,
     "seed": 0,
