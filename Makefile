@@ -2,7 +2,7 @@ CONFIG ?= experiments/quickstart.yaml
 ARGS ?=
 EXPERIMENT ?= quickstart_pair
 
-.PHONY: run test experiments analysis slurm-test bench-admission bench-checkpoints bench-faults bench-plan bench-planner bench-published bench-transition baselines-check gpu-contract check setup clean
+.PHONY: run test experiments analysis slurm-test bench-admission bench-checkpoints bench-controller bench-faults bench-plan bench-planner bench-published bench-transition baselines-check gpu-contract check setup clean
 
 run: setup  ## train CONFIG (dotted overrides in ARGS)
 	@.venv/bin/nereus train $(CONFIG) $(ARGS)
@@ -25,6 +25,9 @@ bench-admission: setup  ## admission against the best in hindsight on synthetic 
 
 bench-checkpoints: setup  ## runs that are killed in the middle of a save or stopped, then resumed: minutes
 	@NEREUS_BENCH_CHECKPOINTS=1 OMP_NUM_THREADS=1 .venv/bin/python -m pytest tests/live/test_checkpoint_endings.py -s $(ARGS)
+
+bench-controller: setup  ## events, searches and prices at 64 to 16,384 slots, the search against brute force, its bounds: minutes; ARGS: events growth search price instances gaps
+	@OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.controller $(ARGS)
 
 bench-faults: setup  ## slots that die or fail at each kind of operation of a change, in each mode, and whole jobs that do: about 27 minutes; ARGS: words of the cases
 	@OMP_NUM_THREADS=1 .venv/bin/python -W ignore -m benchmarks.faults $(ARGS)

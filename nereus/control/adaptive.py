@@ -27,6 +27,8 @@ from nereus.layout import Plan
 
 RECENT_COUNT = 4
 """How many plans that ran are priced again in every search."""
+KEPT_COUNT = 32
+"""How many plans that ran are remembered."""
 AHEAD_STEPS = 3
 """So long before a change is forced by a plan that stops fitting, candidates are searched anew."""
 WHOLE_STEPS = 4
@@ -127,7 +129,8 @@ class Adaptive:
     def answered(self, answer: SearchDone) -> None:
         """Meets the candidates."""
         self._due, self._answer, self._bars, self._near = None, answer, None, None
-        self._kinds |= {c.plan_id: c.kind for c in answer.candidates}
+        ran = {name: kind for name, kind in self._kinds.items() if name in self._ran}
+        self._kinds = {**ran, **{c.plan_id: c.kind for c in answer.candidates}}
         self.outlook = self.outlook.met(answer.candidates)
 
     def changed(self, plan: Plan, plan_id: str) -> None:
@@ -140,6 +143,8 @@ class Adaptive:
         self.regret_seconds, self._counted = 0.0, True
         self._ran.pop(plan_id, None)
         self._ran[plan_id] = plan
+        while len(self._ran) > KEPT_COUNT:
+            del self._ran[next(iter(self._ran))]
         self._kinds = {plan_id: self._kind} | {name: self._kinds[name] for name in self._ran if name != plan_id}
 
     # -- what to do ---------------------------------------------------------------------------------------------------
@@ -211,6 +216,7 @@ class Adaptive:
             offsets=self.offsets,
             present_id=situation.plan_id,
             present_kind=self._kind,
+            present_seconds=self.outlook.step(situation.plan_id).mean_seconds,
             horizon=self.horizon(situation),
             caution=self.caution,
             step=situation.step,

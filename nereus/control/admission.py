@@ -130,12 +130,13 @@ Admission = Admitted | Forced | Rejected
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Known:
-    """All that weighing rests on: beliefs about plans, the present one, its horizon, the step to come."""
+    """All that weighing rests on: beliefs about plans, the present one, its predicted step and horizon, the step to come."""
 
     outlook: Outlook
     offsets: Offsets
     present_id: str
     present_kind: str
+    present_seconds: float
     horizon: Horizon
     caution: Caution
     step: int
@@ -146,7 +147,7 @@ def weigh(candidate: Candidate, known: Known, barred: str = "") -> Weighed:
     outlook, caution = known.outlook, known.caution.caution_ratio
     old, new = known.offsets.of(known.present_kind), known.offsets.of(candidate.kind)
     step = scaled(outlook.step(candidate.plan_id), new.ratio)
-    old_seconds = outlook.step(known.present_id).mean_seconds * old.ratio
+    old_seconds = known.present_seconds * old.ratio
     joint = outlook.saving(known.present_id, candidate.plan_id, old.ratio, new.ratio)
     own = step.mean_seconds * new.deviation_share
     deviation = hypot(joint.deviation_seconds, own, old_seconds * old.deviation_share)

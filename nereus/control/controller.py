@@ -130,6 +130,8 @@ class AdaptiveController:
         self._slots = plan_slots(plan)
         self._wanted: Plan | None = None
         self._wanted_id = ""
+        self._present = frozenset(fleet.slots)
+        self._usable = fleet.slots
         self._leaving: dict[int, float] = {}  # slot -> deadline on the events' clock
         self._empty: frozenset[int] = frozenset()
         self._lost_in_change: frozenset[int] = frozenset()
@@ -211,18 +213,18 @@ class AdaptiveController:
         return self._settled()
 
     def _fleet_changed(self, event: FleetChanged) -> tuple[AdaptiveCommand, ...]:
-        present, before = frozenset(event.fleet.slots), frozenset(self.fleet.slots)
+        present, before = frozenset(event.fleet.slots), self._present
         gone = before - present
         if not gone <= set(event.lost_slots):
             raise InvalidEvent(
                 f"slot {min(gone - set(event.lost_slots))} left the fleet and is not in lost_slots = {event.lost_slots}"
             )
         lost = frozenset(event.lost_slots)
-        self.fleet = event.fleet
+        self.fleet, self._present = event.fleet, present
         self._empty |= lost
         if self.state == "changing":
             self._lost_in_change |= lost
-        self._leaving = {slot: at for slot, at in self._leaving.items() if slot in present and slot not in lost}
+        self._leave({slot: at for slot, at in self._leaving.items() if slot in present and slot not in lost})
         self._failed = frozenset()
         self._forget_answers()
         hit = not lost.isdisjoint(self._slots)
@@ -232,9 +234,8 @@ class AdaptiveController:
         return self._asked()
 
     def _noticed(self, event: PreemptionNotice) -> tuple[AdaptiveCommand, ...]:
-        known = set(self.fleet.slots)
         before = self._leaving
-        self._leaving = before | {slot: event.deadline_seconds for slot in event.slots if slot in known}
+        self._leave(before | {slot: event.deadline_seconds for slot in event.slots if slot in self._present})
         if self._leaving.keys() != before.keys():
             self._forget_answers()
             self.policy.happened(f"slots {', '.join(map(str, event.slots))} are about to leave", ended=False)
@@ -259,6 +260,10 @@ class AdaptiveController:
         self.policy.answered(event)
         return self._settled() if self.state in SETTLING else ()
 
+    def _leave(self, leaving: dict[int, float]) -> None:
+        self._leaving = leaving
+        self._usable = tuple(slot for slot in self.fleet.slots if slot not in leaving)
+
     def _expect(self, event: AdaptiveEvent, state: State) -> None:
         if self.state != state:
             raise InvalidEvent(f"{type(event).__name__} came in state {self.state}, it belongs to {state}")
@@ -270,7 +275,6 @@ class AdaptiveController:
 
     def situation(self) -> Situation:
         """What is true before the next step."""
-        fleet = self.fleet.slots
         return Situation(
             at_seconds=self._at_seconds,
             step=self.step,
@@ -278,7 +282,7 @@ class AdaptiveController:
             plan=self.plan,
             plan_id=self.plan_id,
             fleet=self.fleet,
-            usable_slots=tuple(slot for slot in fleet if slot not in self._leaving),
+            usable_slots=self._usable,
             leaving_slots=tuple(sorted(self._slots & self._leaving.keys())),
             empty_slots=tuple(sorted(self._empty)),
             broken=self._broken(),
@@ -292,7 +296,7 @@ class AdaptiveController:
 
     def _broken(self) -> str | None:
         """Why the present plan cannot run the next step: a slot is away or empty, or leaves before the step is over."""
-        away = self._slots - frozenset(self.fleet.slots)
+        away = self._slots - self._present
         if away:
             return f"slot {min(away)} of the plan is gone"
         if empty := self._slots & self._empty:
@@ -370,6 +374,8 @@ class AdaptiveController:
         assert self.state == "finished" or self.step <= self.last_step, f"{self.state} at step {self.step}"
         assert self.plan_id == self.plan.plan_id, "the plan's name is another plan's"
         assert self._slots == plan_slots(self.plan), "the plan's slots are another plan's"
+        assert self._present == set(self.fleet.slots), "the fleet's slots are another fleet's"
+        assert self._usable == tuple(s for s in self.fleet.slots if s not in self._leaving), "usable slots are stale"
         if self.state == "running":
             away = self._slots - frozenset(self.fleet.slots)
             assert not away, f"a step runs while slot {min(away)} is away"

@@ -36,6 +36,8 @@ RECENT_STEPS = 8
 """A plan has to fit the widest batch of so many steps."""
 AHEAD_STEPS = 64
 KEPT_STEPS = 40
+KEPT_PLANS = 128
+"""So many plans that were met or ran last are remembered."""
 
 
 KEPT_TERMS = 64
@@ -91,7 +93,9 @@ class JobOutlook:
 
     def met(self, candidates: tuple[Candidate, ...]) -> JobOutlook:
         """The same, knowing also these plans."""
-        return replace(self, plans={**self.plans, **{each.plan_id: each.plan for each in candidates}})
+        met = {each.plan_id: each.plan for each in candidates}
+        before = {name: plan for name, plan in self.plans.items() if name not in met}
+        return replace(self, plans=dict([*before.items(), *met.items()][-KEPT_PLANS:]))
 
     def observe(self, finished: StepMeasured, plan_id: str, *, ratio: float, noise_share: float) -> JobOutlook:
         """Learns from every phase of the step what the plan's own ratio leaves. TypeError for a step without phases."""
@@ -114,7 +118,9 @@ class JobOutlook:
             "batch": step.batch.record(),
             "peak_bytes": dict(step.peak_bytes),
         }
-        return replace(self, state=after(state, measured)).met_rows(step.step, step.batch.width_tokens)
+        plans = {name: plan for name, plan in self.plans.items() if name != plan_id}
+        plans[plan_id] = self.plans[plan_id]  # the present one is forgotten last
+        return replace(self, state=after(state, measured), plans=plans).met_rows(step.step, step.batch.width_tokens)
 
     def met_rows(self, step: int, width_tokens: int) -> JobOutlook:
         """The same, knowing also that rows of step `step` are so wide."""

@@ -19,6 +19,8 @@ MOST_NOISE_COUNT = 100.0
 OUTLIER = 3.0
 KEPT_SHARE = 0.995
 WORSE_DEVIATIONS = 1.0
+KEPT_KINDS = 128
+"""How many kinds of plans are remembered."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,7 +81,9 @@ class Offsets:
         offset = self.of(kind)
         spread = offset.variance_ratio + belief_share**2 + noise_share**2
         gain = offset.variance_ratio / spread if spread > 0 else 0.0
-        known = {name: self._older(other) for name, other in self.known.items()}
+        known = {name: self._older(other) for name, other in self.known.items() if name != kind}
+        for name in [name for name in known if name != self.first_kind][: max(0, len(known) + 1 - KEPT_KINDS)]:
+            del known[name]  # of those that ran longest ago
         known[kind] = Offset(
             log_ratio=offset.log_ratio + gain * log_ratio, variance_ratio=(1 - gain) * offset.variance_ratio
         )

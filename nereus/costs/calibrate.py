@@ -23,6 +23,9 @@ FREEDOM = 4.0
 SURPRISE = 2.5
 """Predictive deviations from which a measurement is a surprise."""
 SURPRISES_IN_A_ROW = 3
+FEW_TERMS = 8
+"""So many terms are summed faster one by one than as arrays."""
+KEPT_ARRAYS = 16
 LEAST_COEFFICIENT = 0.05
 """A coefficient never falls below this part of its prior: more work is never faster."""
 
@@ -103,7 +106,7 @@ def predict(state: Calibration, terms: Mapping[str, float]) -> Prediction:
 def moments(state: Calibration, terms: Mapping[str, float]) -> tuple[float, float]:
     """Mean of the terms' seconds and the variance of what is believed of it, without a measurement's noise. As `predict`.
 
-    In plain numbers: a plan has few terms, and a controller asks for many plans before every step.
+    In plain numbers where there are few terms: a controller asks for many plans before every step.
     """
     means, at = state.prior.means, _places(tuple(state.prior.means))
     try:
@@ -112,12 +115,29 @@ def moments(state: Calibration, terms: Mapping[str, float]) -> tuple[float, floa
         _design(state.prior, terms)
         raise
     factors, covariance = state.mean_shares, state.covariance_shares
+    if len(weights) > FEW_TERMS:
+        design = np.zeros(len(factors))
+        design[[i for i, _ in weights]] = [weight for _, weight in weights]
+        return float(design @ np.array(factors)), max(float(design @ _array(covariance) @ design), 0.0)
     mean = sum([weight * factors[i] for i, weight in weights])
     variance = 0.0
     for i, weight in weights:
         row = covariance[i]
         variance += weight * sum([other * row[j] for j, other in weights])
     return mean, max(variance, 0.0)
+
+
+_ARRAYS: dict[int, tuple[object, Matrix]] = {}
+
+
+def _array(rows: tuple[tuple[float, ...], ...]) -> Matrix:
+    """The rows as an array, from memory where these very rows were asked for lately; not to be written to."""
+    found = _ARRAYS.get(id(rows))
+    if found is None or found[0] is not rows:
+        if len(_ARRAYS) >= KEPT_ARRAYS:
+            del _ARRAYS[next(iter(_ARRAYS))]
+        found = _ARRAYS[id(rows)] = (rows, np.array(rows))
+    return found[1]
 
 
 def observe(state: Calibration, terms: Mapping[str, float], measured_seconds: float) -> Calibration:

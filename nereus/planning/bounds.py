@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from nereus.planning.evaluate import Problem
 from nereus.planning.ground import Ground
 from nereus.planning.options import EngineTimes, engine_options
 from nereus.planning.space import APART, Placement, Space
-from nereus.planning.stagebounds import StageBounds
+from nereus.planning.stagebounds import Least, StageBounds
 from nereus.planning.stagework import framework_work, sync_work
 
+ENGINE = "actor_generate"
 HALVINGS = 6
 """How finely pools are told apart in the bound of every division of the slots."""
 
@@ -41,27 +42,46 @@ class Relaxation:
             self.engines[key] = min(times, default=float("inf"))
         return self.engines[key]
 
-    def placed(self, placement: Placement, ground_of: GroundOf, *, quick: bool = False) -> float:
-        """A step of this placement takes at least this; `quick`: by work alone."""
+    def quick(self, placement: Placement, ground_of: GroundOf) -> float:
+        """A step of this placement takes at least this, by work alone; on equal slots without looking at its pools."""
+        whole = ground_of(self.slots)
+        grounds = [whole if len(whole.devices) == 1 else ground_of(pool) for pool in placement.pools]
+        counts = [len(pool) for pool in placement.pools]
+        trained, served = placement.of("actor_train"), placement.of(ENGINE)
+        reached = counts[trained] + (counts[served] if served != trained else 0)
+        fixed = self._fixed(grounds[trained], one_domain=reached <= max(whole.domain_slots))
+        generation = self.generation(grounds[served])
+        return self._step(placement, fixed, generation, self._work(placement, grounds, counts))
+
+    def placed(self, placement: Placement, ground_of: GroundOf) -> float:
+        """A step of this placement takes at least this."""
         grounds = [ground_of(pool) for pool in placement.pools]
-        infer, train, both = ([0.0] * len(grounds) for _ in range(3))
-        for name, pool in placement.pool_of:
-            if name != "actor_generate":
-                ground = grounds[pool]
-                least = self.stages.quick(name, ground, len(ground.slots)) if quick else self.stages.least(name, ground)
-                infer[pool] += least.infer_seconds
-                train[pool] += least.train_seconds
-                both[pool] += least.seconds
-        engine = placement.of("actor_generate")
-        generation = self.generation(ground_of(self.slots) if quick else grounds[engine])
-        trained = placement.of("actor_train")
+        least = {name: self.stages.least(name, grounds[pool]) for name, pool in placement.pool_of if name != ENGINE}
+        trained, served = placement.of("actor_train"), placement.of(ENGINE)
         joint = grounds[trained]
-        if trained != engine:
-            joint = ground_of(placement.pools[trained] + placement.pools[engine])
+        if trained != served:
+            joint = ground_of(placement.pools[trained] + placement.pools[served])
         fixed = self._fixed(grounds[trained], one_domain=joint.one_domain)
+        return self._step(placement, fixed, self.generation(grounds[served]), least)
+
+    def _work(self, placement: Placement, grounds: Sequence[Ground], counts: Sequence[int]) -> dict[str, Least]:
+        return {
+            name: self.stages.quick(name, grounds[pool], counts[pool])
+            for name, pool in placement.pool_of
+            if name != ENGINE
+        }
+
+    def _step(self, placement: Placement, fixed: float, generation: float, least: Mapping[str, Least]) -> float:
+        """The step when stages take this: blocks after each other, pools beside each other."""
+        infer, train, both = ([0.0] * len(placement.pools) for _ in range(3))
+        for name, pool in placement.pool_of:
+            if name != ENGINE:
+                infer[pool] += least[name].infer_seconds
+                train[pool] += least[name].train_seconds
+                both[pool] += least[name].seconds
         after = max(max(infer) + max(train), *both)
-        apart = sum(pool == engine for _, pool in placement.pool_of) == 1
-        if apart and not self.problem.job.on_policy:
+        served = placement.of(ENGINE)
+        if not self.problem.job.on_policy and sum(pool == served for _, pool in placement.pool_of) == 1:
             return fixed + max(generation, after)
         return fixed + generation + after
 
@@ -79,11 +99,11 @@ class Relaxation:
         ground = ground_of(self.slots)
         if len(ground.devices) > 1 or not self.problem.job.on_policy:
             return self._listed(every, quick, ground_of)
-        names = [name for name in self.problem.job.stages() if name != "actor_generate"]
+        names = [name for name in self.problem.job.stages() if name != ENGINE]
         shared = sum(self.stages.least(name, ground).seconds for name in names)
         best = self._fixed(ground, one_domain=ground.one_domain) + self.generation(ground) + shared
         for apart in APART if self.space.pools else ():
-            groups = [[name for name in names if name in group] for group in apart if "actor_generate" not in group]
+            groups = [[name for name in names if name in group] for group in apart if ENGINE not in group]
             if len(groups) != 1 or not groups[0]:
                 continue  # generation apart leaves the others fewer slots, and what they do waits for it
             rest = [name for name in names if name not in groups[0]]

@@ -164,7 +164,7 @@ def _states(shape: Shape, layout: Layout, sharding: Sharding) -> tuple[Parts, ..
     return tuple(state_components(shape, layout, batch, rank) for rank in _ranks(layout))
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=4096)
 def _working(shape: Shape, layout: Layout, batch: BatchWork) -> tuple[tuple[Parts, Parts], ...]:
     """(update, forward) bytes of each rank of `_ranks` beside its state."""
     found: list[tuple[Parts, Parts]] = []
@@ -198,25 +198,30 @@ def _trained(shape: Shape, choice: StageChoice, batch: BatchWork, phases: tuple[
 
 
 def _inferred(shape: Shape, choice: StageChoice, batch: BatchWork, phase: str) -> StageBytes:
-    layout = choice.layout
-    active: list[dict[str, float]] = []
+    active, weights = _passing(shape, choice.layout, batch)
+    stays = choice.keep != "nothing"
+    return StageBytes(
+        phases={phase: active},
+        resident={"weights": weights if stays else 0.0, "communicators": float(COMMUNICATOR_BYTES)},
+        offloaded={} if stays else {"weights": weights},
+        moved={phase: 0.0 if stays else weights},
+    )
+
+
+@lru_cache(maxsize=4096)
+def _passing(shape: Shape, layout: Layout, batch: BatchWork) -> tuple[Parts, float]:
+    """(bytes in a pass without gradients, bytes of weights), each of the rank of `_ranks` that has most."""
+    active: list[Parts] = []
     held: list[float] = []
     for rank in _ranks(layout):
         body, experts = owned_parameters(shape, layout, rank)
-        if choice.sharding == "full":
+        if batch.sharding == "full":
             body, experts = body / layout.optimizer_ranks, experts / layout.expert_dp
         weights = 2 * (body + experts)
         working = _pass_bytes(shape, layout, batch, rank)
         active.append({"weights": weights, **working, "communicators": float(COMMUNICATOR_BYTES)})
         held.append(weights)
-    weights = max(held)
-    stays = choice.keep != "nothing"
-    return StageBytes(
-        phases={phase: _most(active)},
-        resident={"weights": weights if stays else 0.0, "communicators": float(COMMUNICATOR_BYTES)},
-        offloaded={} if stays else {"weights": weights},
-        moved={phase: 0.0 if stays else weights},
-    )
+    return _most(active), max(held)
 
 
 def _ends(shape: Shape, layout: Layout, batch: BatchWork, rank: int) -> dict[str, float]:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from nereus.planning.evaluate import Evaluation
-from nereus.planning.plan import GlobalPlan
+from nereus.planning.plan import GlobalPlan, StageChoice
 
 
 def free(plan: GlobalPlan) -> float:
@@ -15,17 +15,26 @@ def free(plan: GlobalPlan) -> float:
     return 0.0
 
 
+def free_stage(name: str, choice: StageChoice, slots: tuple[int, ...]) -> float:
+    """The least part of a price where nothing is known of its stages."""
+    del name, choice, slots
+    return 0.0
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Objective:
     """What is minimised: `horizon_steps` x step seconds + `price` seconds of reaching the plan.
 
     Equal to maximising horizon x saving - price: the present plan's step is a constant. `price_bound` is never above
-    `price` and cheap; `price` is asked for only where the bound leaves a chance. `priced` false: both are 0.
+    `price` and cheap; `price` is asked for only where the bound leaves a chance. `priced` false: both are 0. A price follows
+    from pools, layouts and sharding: micro-batches, recomputation and residency change without one. The sum of
+    `stage_bound` over a plan's stages, each of a choice on its pool's slots, is never above its price either.
     """
 
     horizon_steps: float = 1.0
     price: Callable[[GlobalPlan], float] = free
     price_bound: Callable[[GlobalPlan], float] = free
+    stage_bound: Callable[[str, StageChoice, tuple[int, ...]], float] = free_stage
 
     @property
     def priced(self) -> bool:

@@ -10,7 +10,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 
-from nereus.planning.bytes import StageBytes
+from nereus.layout import Layout
+from nereus.planning.bytes import EngineBytes, StageBytes
 from nereus.planning.evaluate import Problem, cache_room
 from nereus.planning.ground import Ground
 from nereus.planning.job import PHASES_OF
@@ -149,11 +150,14 @@ class EngineTimes:
 
     problem: Problem
     known: dict[tuple[object, ...], float] = field(default_factory=dict[tuple[object, ...], float])
+    engines: dict[Layout, EngineBytes] = field(default_factory=dict[Layout, EngineBytes])
 
     def seconds(self, option: EngineOption, ground: Ground, others_bytes: float) -> float:
         """Seconds of generation beside what others leave on the slots."""
         layout, memory = option.choice.layout, self.problem.memory
-        cache = cache_room(memory, ground.room_bytes, memory.engine(self.problem.job, layout), others_bytes)
+        if layout not in self.engines:
+            self.engines[layout] = memory.engine(self.problem.job, layout)
+        cache = cache_room(memory, ground.room_bytes, self.engines[layout], others_bytes)
         key = (layout, ground.devices, ground.rates.slots_per_node, cache)
         if key not in self.known:
             self.known[key] = ground.seconds(generate_work(self.problem.job, layout, ground.rates, cache))

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from nereus.planning.bounds import Relaxation
+from nereus.planning.bounds import ENGINE, Relaxation
 from nereus.planning.evaluate import Evaluation, Problem, evaluate
 from nereus.planning.ground import Ground
 from nereus.planning.misses import near_misses
@@ -26,9 +26,10 @@ from nereus.planning.plan import GlobalPlan, StageChoice
 from nereus.planning.space import Placement, Space, placements, stage_keeps, stage_list
 from nereus.planning.stagework import framework_work, sync_work
 
-ENGINE = "actor_generate"
 FIRST_ABOVE_SHARE = 0.01
 """So far above the least seconds of its stages a plan is tried first."""
+GROWTH, PRICED_GROWTH = 2, 8
+"""How much farther above the next try goes."""
 MOST_ABOVE_SHARE = 2.0
 """Beyond so much of the step's bound everything is tried."""
 
@@ -69,16 +70,16 @@ class _Search:
         """The choices of a stage; alike grounds share a table."""
         key = (name, ground.domain_slots, ground.devices, alone)
         if key not in self.tables:
-            choices = stage_list(self.problem.job, name, ground, self.space)
+            listed = stage_list(self.problem.job, name, ground, self.space)
             bounds = self.relaxation.stages
-            infer, train = bounds.seconds(name, ground, bounds.rows(name, ground, choices))
+            infer, train = bounds.seconds(name, ground, bounds.rows(name, ground, listed.degrees))
             order: list[int] = np.argsort(infer + train, kind="stable").tolist()
             self.tables[key] = Table(
                 problem=self.problem,
                 name=name,
                 ground=ground,
                 keeps=stage_keeps(self.problem.memory, name, alone=alone),
-                choices=[choices[at] for at in order],
+                choices=[listed.choices[at] for at in order],
                 bounds_seconds=(infer + train)[order].tolist(),
             )
         return self.tables[key]
@@ -164,6 +165,16 @@ class _Descent:
             self.both[at][pool] += min(each.seconds for each in options)
             self.resident[at][pool] += min(each.resident_bytes for each in options)
             self.excess[at][pool] = max(self.excess[at][pool], min(each.excess_bytes for each in options))
+        stage_bound = self.search.objective.stage_bound
+        slots = self.placement.pools
+        self.prices = [
+            [stage_bound(name, each.choice, slots[pool]) for each in listed]
+            for name, listed, pool in zip(self.names, self.lists, self.pools, strict=True)
+        ]
+        self.engine_prices = [stage_bound(ENGINE, each.choice, slots[engine_pool]) for each in self.engines]
+        self.price_to_come = [0.0] * depth + [min(self.engine_prices)]
+        for at in reversed(range(depth)):
+            self.price_to_come[at] = self.price_to_come[at + 1] + min(self.prices[at])
         least = self.resident[0][engine_pool] - self.resident[depth][engine_pool]
         self.engine_bound_seconds = [self._generation(engine, least) for engine in self.engines]
         self.least_generation = min(self.engine_bound_seconds)
@@ -184,16 +195,21 @@ class _Descent:
         pooled = max(infer[p] + train[p] + self.both[at][p] for p in pools)
         return self._step(generation, 0.0, max(blocks, pooled))
 
-    def descend(self, at: int, infer: list[float], train: list[float], sizes: list[tuple[float, float, float]]) -> None:
-        """Every option of the stage at this depth. `sizes` by pool: resident, largest excess, host bytes so far."""
+    def descend(
+        self, at: int, infer: list[float], train: list[float], sizes: list[tuple[float, float, float]], price: float
+    ) -> None:
+        """Every option of the stage at this depth. `sizes` by pool: resident, largest excess, host bytes so far.
+
+        `price` is the least of what was chosen so far.
+        """
         search = self.search
         if at == len(self.names):
-            self.finish(infer, train, sizes)
+            self.finish(infer, train, sizes, price)
             return
         pool, horizon = self.pools[at], search.objective.horizon_steps
         resident, excess, host = sizes[pool]
         host_room = self.grounds[pool].host_room_bytes
-        for option in self.lists[at]:
+        for option, own_price in zip(self.lists[at], self.prices[at], strict=True):
             if search.spent:
                 return
             search.nodes += 1
@@ -208,30 +224,33 @@ class _Descent:
             infer[pool] += option.infer_seconds
             train[pool] += option.train_seconds
             bound = horizon * self.bound(at + 1, infer, train, self.least_generation)
-            if bound < search.limit_seconds:
+            paid = price + own_price
+            if bound + paid + self.price_to_come[at + 1] < search.limit_seconds:
                 sizes[pool] = after
                 self.chosen.append(option.choice)
-                self.descend(at + 1, infer, train, sizes)
+                self.descend(at + 1, infer, train, sizes, paid)
                 self.chosen.pop()
                 sizes[pool] = (resident, excess, host)
             infer[pool] -= option.infer_seconds
             train[pool] -= option.train_seconds
-            if bound >= search.limit_seconds and len(infer) == 1:
+            if bound + price + self.price_to_come[at] >= search.limit_seconds and len(infer) == 1:
                 return  # the others take longer
 
-    def finish(self, infer: list[float], train: list[float], sizes: list[tuple[float, float, float]]) -> None:
+    def finish(
+        self, infer: list[float], train: list[float], sizes: list[tuple[float, float, float]], price: float
+    ) -> None:
         """Every engine beside what was chosen."""
         search, pool = self.search, self.engine_pool
         resident, excess, _ = sizes[pool]
-        for engine, bound in zip(self.engines, self.engine_bound_seconds, strict=True):
+        for engine, bound, own in zip(self.engines, self.engine_bound_seconds, self.engine_prices, strict=True):
             search.nodes += 1
             if resident + engine.resident_bytes + max(excess, engine.excess_bytes) > self.rooms[pool]:
                 continue
-            horizon = search.objective.horizon_steps
-            if horizon * self._step(bound, max(infer), max(train)) >= search.limit_seconds:
+            horizon, paid = search.objective.horizon_steps, price + own
+            if horizon * self._step(bound, max(infer), max(train)) + paid >= search.limit_seconds:
                 continue
             step = self._step(self._generation(engine, resident), max(infer), max(train))
-            if horizon * step < search.limit_seconds:
+            if horizon * step + paid < search.limit_seconds:
                 search.offer(self._plan(engine), step)
 
     def _plan(self, engine: EngineOption) -> GlobalPlan:
@@ -249,12 +268,13 @@ def search(
     budget: Budget | None = None,
     known: Sequence[GlobalPlan] = (),
     with_misses: bool = False,
+    with_bound: bool = True,
 ) -> SearchResult:
     """The `top_count` best plans of different layouts, with a bound on what was missed.
 
     The first is the best of the space where the budget sufficed; the others are the best of those that the search met.
     `known` plans, such as the present one, are judged first: what they reach, the search need not look below. Where something
-    fits, near misses are looked for `with_misses` alone.
+    fits, near misses are looked for `with_misses` alone. Without `with_bound` the lower bound is 0.
     """
     space = space or Space()
     state = _Search(
@@ -266,7 +286,7 @@ def search(
     )
     slots = state.relaxation.slots
     every = list(placements(problem.job.stages(), slots, _borders(problem, slots), space))
-    quick = [state.relaxation.placed(placement, state.ground, quick=True) for placement in every]
+    quick = [state.relaxation.quick(placement, state.ground) for placement in every]
     for plan in known:
         judged = evaluate(problem, plan)
         state.nodes += 1
@@ -275,9 +295,10 @@ def search(
     finished = _finished(state, every, quick)
     ordered = sorted(state.kept.values(), key=lambda each: each.cost_seconds)
     exact = finished and len(slots) <= space.exact_slots
+    least = 0.0
     if exact and ordered:
         least = ordered[0].cost_seconds
-    else:
+    elif with_bound:
         least = state.objective.horizon_steps * state.relaxation.anywhere(every, quick, state.ground)
     return SearchResult(
         candidates=tuple(ordered),
@@ -382,15 +403,15 @@ class _Exploration:
         while not search.spent:
             is_near = above < MOST_ABOVE_SHARE * bound
             tried = horizon * (bound + above) if is_near else float("inf")
-            search.tried_seconds = tried
-            room = search.limit_seconds / horizon - ahead if horizon else float("inf")
+            search.tried_seconds = float("inf") if search.objective.priced else tried
+            room = min(search.limit_seconds, tried) / horizon - ahead if horizon else float("inf")
             near = max(self.by_pool) + above
             hidden = self.beside and is_near and room > near  # behind generation nothing is too slow
             self.descend(near if hidden else room)
             search.tried_seconds = float("inf")
             if search.worst_seconds <= (horizon * bound if hidden else tried):
                 return
-            above *= 2
+            above *= PRICED_GROWTH if search.objective.priced else GROWTH
 
     def descend(self, room_seconds: float) -> None:
         """Plans of the options beside which the fastest of their pool's other stages stay within `room_seconds`."""
@@ -416,7 +437,7 @@ class _Exploration:
             beside=self.beside,
         )
         count = len(self.grounds)
-        descent.descend(0, [0.0] * count, [0.0] * count, [(0.0, 0.0, 0.0)] * count)
+        descent.descend(0, [0.0] * count, [0.0] * count, [(0.0, 0.0, 0.0)] * count, 0.0)
 
 
 def constant_seconds(problem: Problem, placement: Placement, ground_of: Callable[[tuple[int, ...]], Ground]) -> float:

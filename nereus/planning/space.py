@@ -18,6 +18,9 @@ from itertools import combinations
 from math import ceil
 from typing import Literal
 
+import numpy as np
+import numpy.typing as npt
+
 from nereus.config import ModelConfig
 from nereus.costs.training import Recompute, Sharding
 from nereus.layout import Layout, equal_shares, first_problem
@@ -204,14 +207,44 @@ def _choices(asked: _Asked, layout: Layout, space: Space) -> Iterator[StageChoic
                 yield StageChoice(layout=layout, micro_batch=micro_batch, recompute=recompute, sharding=sharding)
 
 
-def stage_list(job: Job, name: str, ground: Ground, space: Space) -> tuple[StageChoice, ...]:
-    """Every choice of a stage that trains or infers on a ground, with everything resident; the same asked twice is at hand."""
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class StageList:
+    """Choices of a stage, and their degrees as an array: tp, cp, ep, micro-batch, index of the recomputation in the space,
+    pp, dp, fully sharded, layers of the fullest rank before the last, layers of the last.
+    """
+
+    choices: tuple[StageChoice, ...]
+    degrees: npt.NDArray[np.int64]
+
+
+def stage_list(job: Job, name: str, ground: Ground, space: Space) -> StageList:
+    """Every choice of a stage that trains or infers on a ground, with everything resident; what was asked before is at hand."""
     return _listed(_asked(job, name), ground.domain_slots, replace(space, micro_batches=micro_batches(job, space)))
 
 
 @lru_cache(maxsize=256)
-def _listed(asked: _Asked, domain_slots: tuple[int, ...], space: Space) -> tuple[StageChoice, ...]:
-    return tuple(choice for layout in _layouts(asked, domain_slots, space) for choice in _choices(asked, layout, space))
+def _listed(asked: _Asked, domain_slots: tuple[int, ...], space: Space) -> StageList:
+    choices = tuple(
+        choice for layout in _layouts(asked, domain_slots, space) for choice in _choices(asked, layout, space)
+    )
+    rows: list[tuple[int, ...]] = []
+    for choice in choices:
+        layout = choice.layout
+        rows.append(
+            (
+                layout.tp,
+                layout.cp,
+                layout.ep,
+                choice.micro_batch,
+                space.recomputes.index(choice.recompute),
+                layout.pp,
+                layout.dp,
+                choice.sharding == "full",
+                max(layout.pipeline[:-1], default=0),
+                layout.pipeline[-1],
+            )
+        )
+    return StageList(choices=choices, degrees=np.array(rows, dtype=np.int64).reshape(-1, 10))
 
 
 def stage_keeps(memory: MemoryModel, name: str, *, alone: bool) -> tuple[Keep, ...]:

@@ -221,25 +221,21 @@ class StageBounds:
         layers = {term: value for term, value in found.items() if term not in OF_PIPELINE and term != "head"}
         return sum(layers.values()), head, ground.seconds(layers), known["head"] * head
 
-    def rows(self, name: str, ground: Ground, choices: Sequence[StageChoice]) -> Rows:
-        """The choices of a stage as arrays."""
-        kinds = self.costs(name, ground).kinds
-        table = np.array(
-            [
-                (
-                    kinds[c.layout.tp, c.layout.cp, c.layout.ep, c.micro_batch, c.recompute],
-                    c.layout.pp,
-                    c.layout.dp,
-                    c.sharding == "full",
-                    max(c.layout.pipeline[:-1], default=0),
-                    c.layout.pipeline[-1],
-                )
-                for c in choices
-            ],
-            dtype=np.int64,
-        ).reshape(-1, 6)
-        kind, pp, dp, full, first, last = table.T
-        return Rows(kind=kind, pp=pp, dp=dp, least_dp=dp, full=full.astype(np.bool_), first=first, last=last)
+    def rows(self, name: str, ground: Ground, degrees: Integers) -> Rows:
+        """The choices of a StageList."""
+        kinds, recomputes = self.costs(name, ground).kinds, self.space.recomputes
+        found, at = np.unique(degrees[:, :5], axis=0, return_inverse=True)
+        index = [kinds[tp, cp, ep, size, recomputes[how]] for tp, cp, ep, size, how in found.tolist()]
+        pp, dp, full, first, last = degrees[:, 5:].T
+        return Rows(
+            kind=np.array(index, dtype=np.int64)[at.ravel()],
+            pp=pp,
+            dp=dp,
+            least_dp=dp,
+            full=full.astype(np.bool_),
+            first=first,
+            last=last,
+        )
 
     def seconds(self, name: str, ground: Ground, rows: Rows) -> tuple[Floats, Floats]:
         """(infer, train) seconds that choices of the stage take at least."""

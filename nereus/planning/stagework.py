@@ -7,9 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import lru_cache
 from math import ceil
 
-from nereus.costs.generation import MEMORY_SHARE, WORKSPACE_BYTES, Generator, generate_terms, weight_bytes_per_slot
+from nereus.costs.generation import (
+    MEMORY_SHARE,
+    WORKSPACE_BYTES,
+    Generator,
+    Lengths,
+    generate_terms,
+    weight_bytes_per_slot,
+)
 from nereus.costs.rates import Rates
 from nereus.costs.shape import Shape
 from nereus.costs.step import FRAMEWORK_SAMPLE_SECONDS, FRAMEWORK_STEP_SECONDS
@@ -55,10 +63,18 @@ def update_work(job: Job, shape: Shape, choice: StageChoice, rates: Rates) -> Te
 
 def generate_work(job: Job, layout: Layout, rates: Rates, cache_bytes: float) -> Terms:
     """Terms of the fullest engine's responses when its slots have `cache_bytes` each for keys and values."""
-    engine, shape = Generator(tp=layout.tp), job.actor.shape
+    responses = ceil(job.samples / layout.dp)
+    return dict(_generated(job.actor.shape, layout.tp, rates, cache_bytes, job.prompt_tokens, responses, job.lengths))
+
+
+@lru_cache(maxsize=4096)
+def _generated(
+    shape: Shape, tp: int, rates: Rates, cache_bytes: float, prompt_tokens: float, responses: int, lengths: Lengths
+) -> Mapping[str, float]:
+    engine = Generator(tp=tp)
     taken = cache_bytes + weight_bytes_per_slot(shape, engine) + WORKSPACE_BYTES
     given = replace(rates, memory_bytes=ceil(taken / MEMORY_SHARE))
-    return generate_terms(shape, engine, given, job.prompt_tokens, ceil(job.samples / layout.dp), job.lengths)
+    return generate_terms(shape, engine, given, prompt_tokens, responses, lengths)
 
 
 def sync_work(job: Job, rates: Rates, *, one_domain: bool) -> Terms:

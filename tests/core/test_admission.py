@@ -37,6 +37,7 @@ def known(outlook: TableOutlook, expected: float = 50.0, remaining: int = 100, n
         offsets=offsets,
         present_id=OLD.plan_id,
         present_kind=plan_kind(OLD),
+        present_seconds=outlook.step(OLD.plan_id).mean_seconds,
         horizon=horizon,
         caution=SURE,
         step=1,

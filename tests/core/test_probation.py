@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nereus.control.probation import NOVELTY_SHARE, Noise, Offsets, Probation
+from nereus.control.probation import KEPT_KINDS, NOVELTY_SHARE, Noise, Offsets, Probation
 
 
 @settings(deadline=None, max_examples=60)
@@ -69,3 +69,12 @@ def test_probation_compares_the_same_tokens(factor: float, steps: int, noise: fl
     assert ended.measured_seconds_per_token == pytest.approx(factor)
     assert ended.verdict == ("worse" if factor > 1 + noise / steps**0.5 + 1e-12 else ended.verdict)
     assert factor > 1 or ended.verdict == "kept"
+
+
+def test_offsets_of_plans_that_ran_long_ago_are_forgotten() -> None:
+    offsets = Offsets().first("first")
+    for number in range(3 * KEPT_KINDS):
+        offsets = offsets.observe(f"kind {number}", 0.1, belief_share=0.0, noise_share=0.03)
+    assert len(offsets.known) == KEPT_KINDS
+    assert {"first", f"kind {3 * KEPT_KINDS - 1}"} <= offsets.known.keys()
+    assert "kind 0" not in offsets.known

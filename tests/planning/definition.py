@@ -1,6 +1,6 @@
-"""The best step by definition: every division of the stages, every layout, every residency, nothing left out early.
+"""The best plan by definition: every division of the stages, every layout, every residency, nothing left out early.
 
-Times and bytes of single phases come from the cost model; enumeration, memory and the step are written here anew.
+Times and bytes of single phases come from the cost model; enumeration, memory, the step and its cost are written here anew.
 """
 
 from __future__ import annotations
@@ -39,10 +39,13 @@ def divisions(stages):
 def pipelines(layers, pp):
     base, more = divmod(layers, pp)
     even = [base + 1] * more + [base] * (pp - more)
-    base, more = divmod(layers + 1, pp)
-    lighter = [base + 1] * more + [base] * (pp - more)
-    lighter[-1] -= 1
-    return {tuple(cut) for cut in (even, even[::-1], lighter) if min(cut) >= 1}
+    cuts = [even, even[::-1]]
+    for less in (1, 2, 3, 4, 6, 8) if pp > 1 else ():
+        base, more = divmod(layers + less, pp)
+        lighter = [base + 1] * more + [base] * (pp - more)
+        lighter[-1] -= less
+        cuts.append(lighter)
+    return {tuple(cut) for cut in cuts if min(cut) >= 1}
 
 
 def layouts(problem: Problem, name: str, slots: int):
@@ -70,8 +73,12 @@ def choices(problem: Problem, name: str, slots: int, space: Space):
         yield StageChoice(layout=layout, micro_batch=micro_batch, recompute=recompute, sharding=sharding, keep=keep)
 
 
-def table(problem: Problem, name: str, slots: int, ground, space: Space):
-    """[options, 5]: infer seconds, train seconds, bytes left between phases, largest phase beyond that, host bytes."""
+def free(name: str, layout: Layout) -> float:
+    return 0.0
+
+
+def table(problem: Problem, name: str, slots: int, ground, space: Space, price_of=free):
+    """[options, 6]: infer and train seconds, bytes left between phases, largest phase beyond that, host bytes, price."""
     samples = problem.job.samples if name.endswith("_infer") else ceil(problem.job.samples / problem.job.mini_batches)
     rows = []
     for choice in choices(problem, name, slots, space):
@@ -82,12 +89,18 @@ def table(problem: Problem, name: str, slots: int, ground, space: Space):
         seconds = [ground.seconds(terms[phase]) for phase in PHASES_OF[name]] + [0.0]
         left = sum(sizes.resident.values())
         beyond = max(sum(phase.values()) for phase in sizes.phases.values()) - left
-        rows.append((seconds[0], seconds[1], left, beyond, sum(sizes.offloaded.values())))
-    return np.array(rows).reshape(-1, 5)
+        price = price_of(name, choice.layout)
+        rows.append((seconds[0], seconds[1], left, beyond, sum(sizes.offloaded.values()), price))
+    return np.array(rows).reshape(-1, 6)
 
 
 def best_step(problem: Problem, space: Space) -> float:
     """The least step seconds of all plans; inf where none fits."""
+    return best_cost(problem, space, 1.0)
+
+
+def best_cost(problem: Problem, space: Space, horizon: float, price_of=free) -> float:
+    """The least horizon x step + price of all plans, a price being the sum of its stages'; inf where none fits."""
     slots = problem.terrain.ordered()
     best = float("inf")
     for by_stage in divisions(problem.job.stages()):
@@ -95,14 +108,14 @@ def best_step(problem: Problem, space: Space) -> float:
         for ends in combinations(range(1, len(slots)), groups - 1):
             bounds = (0, *ends, len(slots))
             pools = [slots[a:b] for a, b in pairwise(bounds)]
-            best = min(best, best_of_division(problem, by_stage, pools, space))
+            best = min(best, best_of_division(problem, by_stage, pools, space, horizon, price_of))
     return best
 
 
-def best_of_division(problem: Problem, by_stage, pools, space: Space) -> float:
+def best_of_division(problem: Problem, by_stage, pools, space: Space, horizon: float, price_of) -> float:
     grounds = [problem.terrain.ground(pool) for pool in pools]
     names = [name for name in by_stage if name != "actor_generate"]
-    tables = [table(problem, n, len(pools[by_stage[n]]), grounds[by_stage[n]], space) for n in names]
+    tables = [table(problem, n, len(pools[by_stage[n]]), grounds[by_stage[n]], space, price_of) for n in names]
     if not all(len(rows) for rows in tables):
         return float("inf")
     mesh = np.meshgrid(*[np.arange(len(rows)) for rows in tables], indexing="ij")
@@ -110,6 +123,7 @@ def best_of_division(problem: Problem, by_stage, pools, space: Space) -> float:
     count = len(picked[0])
     infer, train, left, host = (np.zeros((len(pools), count)) for _ in range(4))
     beyond = np.full((len(pools), count), -np.inf)
+    price = np.zeros(count)
     for name, rows in zip(names, picked, strict=True):
         pool = by_stage[name]
         infer[pool] += rows[:, 0]
@@ -117,6 +131,7 @@ def best_of_division(problem: Problem, by_stage, pools, space: Space) -> float:
         left[pool] += rows[:, 2]
         beyond[pool] = np.maximum(beyond[pool], rows[:, 3])
         host[pool] += rows[:, 4]
+        price += rows[:, 5]
     after = infer.max(axis=0) + train.max(axis=0)
     trained, served = by_stage["actor_train"], by_stage["actor_generate"]
     ground = grounds[trained]
@@ -130,7 +145,8 @@ def best_of_division(problem: Problem, by_stage, pools, space: Space) -> float:
             if first_problem(problem.job.actor.config, layout, "generate") is None:
                 steps = engine_steps(problem, layout, grounds, served, left, beyond)
                 steps[(host > ground.host_room_bytes - 6e9).any(axis=0)] = np.inf
-                best = min(best, float(fixed + (steps + after).min()))
+                costs = horizon * (fixed + steps + after) + price + price_of("actor_generate", layout)
+                best = min(best, float(costs.min()))
     return best
 
 
