@@ -137,7 +137,10 @@ class RealWorld:
                 yield self._queue.popleft()
             elif self.searches.pending:
                 self.display.phase("searching for a plan")
-                yield self.searches.wait(self.config.fleet.phase_timeout_seconds)
+                limit_seconds = self.config.fleet.phase_timeout_seconds
+                found = self.searches.wait(limit_seconds, lambda: self.stop.requested and not self._stop_told)
+                if found is not None:
+                    yield found
             elif self._outgrown is not None:
                 self._stop_outgrown(self._outgrown[1])
             else:

@@ -7,7 +7,7 @@ import select
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import cast
@@ -20,6 +20,9 @@ from nereus.runtime.job import Job
 from nereus.runtime.journal import Journal
 from nereus.runtime.search_process import Answer, receive, send
 from nereus.transitions.planned import SlotRoom
+
+LOOK_SECONDS = 0.25
+"""So often a wait for an answer looks whether the user wants the run to stop."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,12 +109,17 @@ class Searches:
         """The next answer, where it is there."""
         return self._taken(0.0)
 
-    def wait(self, timeout_seconds: float) -> SearchDone:
-        """The next answer. NereusError when it does not come in time."""
-        found = self._taken(timeout_seconds)
-        if found is None:
-            raise NereusError(f"a search for a plan did not end within {timeout_seconds:.0f} s")
-        return found
+    def wait(self, timeout_seconds: float, unless: Callable[[], bool] = lambda: False) -> SearchDone | None:
+        """The next answer; None as soon as `unless` holds. NereusError when it does not come in time."""
+        deadline = time.monotonic() + timeout_seconds
+        while not unless():
+            left = deadline - time.monotonic()
+            found = self._taken(max(0.0, min(LOOK_SECONDS, left)))
+            if found is not None:
+                return found
+            if left <= 0:
+                raise NereusError(f"a search for a plan did not end within {timeout_seconds:.0f} s")
+        return None
 
     def _taken(self, timeout_seconds: float) -> SearchDone | None:
         if not self._pending or self._process is None or self._process.stdout is None:

@@ -7,14 +7,16 @@ import signal
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Timer
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from nereus.control.records import Search
+from nereus.control.records import Search, SearchDone
 from nereus.runtime.journal import Journal, read_journal
 from nereus.runtime.searches import Searches, Seek
+from nereus.runtime.stop import StopSignal
 from nereus.transitions.durations import Tolls
 from tests.core.test_proposals import CONFIG, ROOM, ground, request
 
@@ -46,11 +48,17 @@ def seek(search_id: int) -> Seek:
     return Seek(search=search, outlook=ground(CONFIG).outlook, ids=(0, 1), torn=False)
 
 
+def answered(searches: Searches) -> SearchDone:
+    found = searches.wait(120.0)
+    assert found is not None
+    return found
+
+
 def test_answers_come_in_order_and_are_written_down(searches: Searches, tmp_path: Path) -> None:
     assert searches.poll() is None
     searches.begin(seek(1))
     searches.begin(seek(2))
-    first, second = searches.wait(120.0), searches.wait(120.0)
+    first, second = answered(searches), answered(searches)
     assert (first.search_id, second.search_id) == (1, 2)
     assert first.candidates == second.candidates != ()
     assert not searches.pending
@@ -67,11 +75,11 @@ def test_a_dead_process_is_an_answer_without_candidates_and_the_next_search_has_
     process.wait()
     process.poll()
     searches._pending.append(1)  # asked just before it died
-    found = searches.wait(60.0)
+    found = answered(searches)
     assert found.candidates == ()
     assert "code -9" in found.reason
     searches.begin(seek(2))
-    assert searches.wait(120.0).candidates
+    assert answered(searches).candidates
 
 
 def test_closing_while_a_search_is_under_way_ends_its_process(searches: Searches) -> None:
@@ -94,3 +102,21 @@ def test_the_process_ends_with_the_driver_that_asked_it(searches: Searches) -> N
     process.stdin.close()  # as the kernel does for a driver that was killed
     process.stdout.close()
     assert process.wait(120.0) == 0
+
+
+def test_a_user_who_stops_the_run_does_not_wait_for_an_answer(searches: Searches) -> None:
+    searches.start()
+    process = searches._process
+    assert process is not None
+    os.kill(process.pid, signal.SIGSTOP)  # no answer will come
+    searches.begin(seek(1))
+    with StopSignal() as stop:
+        Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+        assert searches.wait(120.0, lambda: stop.requested) is None
+        assert searches.pending
+        Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt):
+            searches.wait(120.0)
+    searches.close()
+    assert process.poll() is not None
+    assert searches.seconds > 0
