@@ -151,22 +151,18 @@ def raw(slot: Slot, totals: Mapping[tuple[int, int], int], repetitions: int) -> 
 
 def digest_both(slot: Slot, emus: tuple[str, ...], repetitions: int) -> list[float]:
     """The digests of what is moved, before and after, as a change takes them."""
-    stores = [(emu, _views(engines, (emu,))) for engines in (slot.live, slot.__dict__["beside"]) for emu in emus]
+    stores = [_views(engines, emus) for engines in (slot.live, slot.__dict__["beside"])]
 
     def run() -> None:
-        for emu, held in stores:
-            state.digests(slot.specs[emu.split(".", maxsplit=1)[0]], held)
+        for held in stores:
+            state.digests(held)
 
     return [_timed(run) for _ in range(repetitions)]
 
 
 def same_digests(slot: Slot, emus: tuple[str, ...]) -> dict[Shard, int]:
     """Digests of the engines beside."""
-    found: dict[Shard, int] = {}
-    for emu in emus:
-        spec = slot.specs[emu.split(".", maxsplit=1)[0]]
-        found.update(state.digests(spec, _views(slot.__dict__["beside"], (emu,))))
-    return found
+    return state.digests(_views(slot.__dict__["beside"], emus))
 
 
 def _timed(run: Callable[[], object]) -> float:

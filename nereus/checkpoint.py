@@ -20,7 +20,7 @@ from nereus.errors import CheckpointError
 from nereus.model import DTYPE_BYTES
 from nereus.storage import Shard
 
-FORMAT, VERSION = "nereus-checkpoint", 1
+FORMAT, VERSION = "nereus-checkpoint", 2  # 1 had digests of another function
 DIGEST_MASK = (1 << 64) - 1
 TensorKey = tuple[str, str, str]  # EMU, component, tensor
 Origin = tuple[str, str]  # EMU, component

@@ -132,7 +132,7 @@ def _write(path: Path, state: ModelState, group: list[tuple[ModelTensor, str]]) 
         for stored, (tensor, component) in zip(boxes, group, strict=True):
             for box in chunks(stored.box, getattr(torch, stored.dtype).itemsize, READ_BYTES):
                 piece = kept(state, tensor, component, box)
-                digests[stored] = (digests[stored] + box_digest(piece, box, tensor.shape)) & DIGEST_MASK
+                digests[stored] = (digests[stored] + box_digest(piece, box)) & DIGEST_MASK
                 yield bytes_of(piece)
 
     size_bytes, sha256 = write_file(path, boxes, data())

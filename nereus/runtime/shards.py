@@ -12,7 +12,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from nereus.boxes import Box
 from nereus.checkpoint import (
     DIGEST_MASK,
     VERSION,
@@ -101,8 +102,10 @@ def header(boxes: Sequence[StoredBox]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def write_file(path: Path, boxes: Sequence[StoredBox], data: Iterable[Bytes]) -> tuple[int, str]:
-    """Writes a new safetensors file and puts it on the disk; (size in bytes, SHA-256 in hex) of all of it.
+def write_file(
+    path: Path, boxes: Sequence[StoredBox], data: Iterable[Bytes], *, hashed: bool = True
+) -> tuple[int, str]:
+    """Writes a new safetensors file and puts it on the disk; (size in bytes, SHA-256 in hex if `hashed`) of all of it.
 
     `data` are the bytes of the boxes in order, row-major, in pieces of any length. Raises OSError (a full disk, say)
     and CheckpointError when `data` is not as long as the boxes say.
@@ -111,7 +114,8 @@ def write_file(path: Path, boxes: Sequence[StoredBox], data: Iterable[Bytes]) ->
     expected_bytes = sum(stored.size_bytes for stored in boxes)
     with path.open("xb", buffering=0) as file:
         for piece in _pieces(header(boxes), data):
-            seen.update(piece)
+            if hashed:
+                seen.update(piece)
             left = piece
             while left:
                 left = left[file.write(left) :]
@@ -120,7 +124,7 @@ def write_file(path: Path, boxes: Sequence[StoredBox], data: Iterable[Bytes]) ->
     head_bytes = len(header(boxes))
     if size_bytes - head_bytes != expected_bytes:
         raise CheckpointError(f"{path}: {size_bytes - head_bytes:,} bytes of data, the boxes have {expected_bytes:,}")
-    return size_bytes, seen.hexdigest()
+    return size_bytes, seen.hexdigest() if hashed else ""
 
 
 def mapped(path: Path, shards: Sequence[Shard]) -> dict[Shard, Tensor]:
@@ -196,10 +200,9 @@ class Reader:
         self,
         parts: Sequence[Part],
         sources: Mapping[Shard, Tensor],
-        shape_of: Callable[[Shard], tuple[int, ...]],
         limit_bytes: int,
     ) -> None:
-        self._parts, self._sources, self._shape_of, self._limit_bytes = parts, sources, shape_of, limit_bytes
+        self._parts, self._sources, self._limit_bytes = parts, sources, limit_bytes
         self._digests = dict.fromkeys(parts, 0)
 
     @property
@@ -210,11 +213,15 @@ class Reader:
     def data(self) -> Iterator[Bytes]:
         """The bytes of all parts in order; each piece is at most `limit_bytes` or a row, and no part of the source."""
         for part in self._parts:
-            source, shape = self._sources[part.shard], self._shape_of(part.shard)
-            for box in chunks(part.box, source.element_size(), self._limit_bytes):
-                piece = source[box.slices(part.shard.box.start)].detach().clone(memory_format=torch.contiguous_format)
-                self._digests[part] = (self._digests[part] + box_digest(piece, box, shape)) & DIGEST_MASK
+            for box, piece in copies(part, self._sources[part.shard], self._limit_bytes):
+                self._digests[part] = (self._digests[part] + box_digest(piece, box)) & DIGEST_MASK
                 yield bytes_of(piece)
+
+
+def copies(part: Part, source: Tensor, limit_bytes: int) -> Iterator[tuple[Box, Tensor]]:
+    """A part of a shard, whose tensor is `source`, as copies of at most `limit_bytes` (or a row) each, one at a time."""
+    for box in chunks(part.box, source.element_size(), limit_bytes):
+        yield box, source[box.slices(part.shard.box.start)].detach().clone(memory_format=torch.contiguous_format)
 
 
 def fill(folder: Path, reads: Sequence[Read], targets: Mapping[Shard, Tensor], limit_bytes: int) -> int:

@@ -270,12 +270,7 @@ class Slot:
 
     def digests(self, emus: tuple[str, ...], label: str) -> dict[Shard, int]:
         """The digest of every shard that this slot holds of `emus`, live or detached under `label`."""
-        found: dict[Shard, int] = {}
-        held = self._sources(emus, label)
-        for emu in emus:
-            spec = self.specs[emu.split(".")[0]]
-            found.update(state.digests(spec, {s: t for s, t in held.items() if s.emu == emu}))
-        return found
+        return state.digests(self._sources(emus, label))
 
     def reset_optimizer(self, emu: str) -> None:
         """Forgets moments and step counts of a live EMU: PPO begins with a fresh optimizer after the warm-up."""
@@ -302,14 +297,10 @@ class Slot:
         Where the budget has no room for the copy the file is written here and now. What comes of it: `save_state`.
         """
         limit_bytes = max(self.config.transfer.bucket_bytes // 2, 1)
-        reader = Reader(parts, self._sources(tuple(self.live), ""), self.full_shape, limit_bytes)
+        reader = Reader(parts, self._sources(tuple(self.live), ""), limit_bytes)
         on_budget = state.device().type == "cpu"  # else the copy is not in the memory that the budget counts
         self._writing, started = save(Path(path), parts, reader, self.ledger, limit_bytes, counted=on_budget)
         return started
-
-    def full_shape(self, shard: Shard) -> tuple[int, ...]:
-        """The shape of the whole tensor that a shard is of."""
-        return self.specs[shard.emu.split(".", maxsplit=1)[0]].tensor(shard.tensor).shape
 
     def save_state(self) -> SaveState:
         """How far the file of the last `save` is; once it is done the copy is forgotten."""

@@ -64,6 +64,6 @@ def _initial_tensor(spec: ModelSpec, name: str, seed: int) -> Tensor:
     return torch.randn(shape, generator=generator) * deviation
 
 
-def digests(spec: ModelSpec, store: Mapping[Shard, Tensor]) -> dict[Shard, int]:
+def digests(store: Mapping[Shard, Tensor]) -> dict[Shard, int]:
     """The digest of every shard in the store."""
-    return {s: box_digest(t, s.box, spec.tensor(s.tensor).shape) for s, t in store.items()}
+    return {shard: box_digest(data, shard.box) for shard, data in store.items()}

@@ -21,7 +21,7 @@ from nereus.runtime import fabric, state
 from nereus.runtime.fabric import Program, Traffic
 from nereus.runtime.job import ShellKey
 from nereus.runtime.ledger import Ledger
-from nereus.runtime.shards import Reader, mapped, write_file
+from nereus.runtime.shards import bytes_of, copies, mapped, write_file
 from nereus.slices import Slice
 from nereus.storage import Shard
 from nereus.transitions.planned import SlotRoom
@@ -129,8 +129,7 @@ class Transformation:
         return self._targets[emu]
 
     def _digests(self, task: Task, held: Mapping[Shard, Tensor]) -> Outcome:
-        spec = self._slot.specs[task.emu.split(".", maxsplit=1)[0]]
-        return replace(_nothing(task), digests=state.digests(spec, held))
+        return replace(_nothing(task), digests=state.digests(held))
 
     # -- tasks, by kind ------------------------------------------------------------------------------------------
 
@@ -223,13 +222,14 @@ class Transformation:
         """Copies the old bytes to the snapshot's file, from which they are read from now on."""
         slot = self._slot
         held = sorted(self._source(task.emu).items(), key=lambda item: (-item[1].element_size(), item[0]))
-        parts = tuple(Part(shard=shard, box=shard.box) for shard, _ in held)
+        parts = [(Part(shard=shard, box=shard.box), data) for shard, data in held]
         path = Path(self.change.snapshots[task.emu]) / snapshot_name(task.emu, slot.number)
-        reader = Reader(parts, dict(held), slot.full_shape, max(slot.config.transfer.bucket_bytes // 2, 1))
+        limit_bytes = max(slot.config.transfer.bucket_bytes // 2, 1)
+        pieces = (bytes_of(piece) for part, data in parts for _, piece in copies(part, data, limit_bytes))
         path.parent.mkdir(parents=True, exist_ok=True)
         draft = path.with_suffix(".draft")
-        with slot.ledger.during("staging", slot.config.transfer.bucket_bytes // 2):
-            write_file(draft, tuple(part.stored for part in parts), reader.data())
+        with slot.ledger.during("staging", limit_bytes):
+            write_file(draft, tuple(part.stored for part, _ in parts), pieces, hashed=False)
         draft.rename(path)  # under its name it is whole
         self._sources[task.emu] = mapped(path, [shard for shard, _ in held])
 

@@ -208,7 +208,7 @@ def test_a_file_outside_the_folder_is_refused(name: str) -> None:
 
 def test_other_versions_and_other_files_are_told_apart() -> None:
     raw = json.loads(manifest_text(SMALL))
-    for key, value, words in (("version", 2, "version 2"), ("format", "other", "not a manifest")):
+    for key, value, words in (("version", 1, "version 1"), ("format", "other", "not a manifest")):
         with pytest.raises(CheckpointError, match=words):
             manifest_of(json.dumps({**raw, key: value}))
 

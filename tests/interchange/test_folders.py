@@ -97,7 +97,7 @@ def digests(spec: ModelSpec, state: Any) -> dict[str, dict[str, str]]:
             for row in range(tensor.shape[0]):
                 rest = tensor.shape[1:]
                 box = Box((row, *(0,) * len(rest)), (row + 1, *rest))
-                value += box_digest(kept(state, tensor, component, box), box, tensor.shape)
+                value += box_digest(kept(state, tensor, component, box), box)
             found.setdefault(f"actor.train {component}", {})[tensor.name] = f"{value & MASK:016x}"
     return found
 
