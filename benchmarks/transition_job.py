@@ -27,7 +27,6 @@ from nereus.config import (
     PlanConfig,
     RunConfig,
     StageConfig,
-    TransferConfig,
     WarmupConfig,
 )
 from nereus.layout import Plan, StagePlan, first_plan
@@ -68,7 +67,6 @@ def bench_config(model: ModelConfig = MODEL_30M, first: str = PAIRS[0][0]) -> Co
         model=model,
         warmup=WarmupConfig(steps=0),
         fleet=FleetConfig(slots=SLOTS, slot_budget_bytes=8 << 30),
-        transfer=TransferConfig(bucket_bytes=32 << 20),
         plan=PlanConfig(
             actor_train=LAYOUTS[first],
             critic_train=LAYOUTS[first],

@@ -154,9 +154,12 @@ class FleetConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TransferConfig:
-    """State movement: staging on a slot never exceeds a bucket (send and receive halves together)."""
+    """State movement: staging on a slot never exceeds a bucket (send and receive halves together).
 
-    bucket_bytes: int = 4 << 20
+    Of the budget a bucket is kept free. A smaller one than the default makes more messages and more rounds of the same bytes.
+    """
+
+    bucket_bytes: int = 16 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
