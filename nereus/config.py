@@ -129,10 +129,15 @@ class WarmupConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FleetStepConfig:
-    """From step `step` on the fleet has `slots` slots: the last ones leave, or as many new ones are started."""
+    """From step `step` on the fleet has `slots` slots: the last ones leave, or as many new ones are started.
+
+    A job that has no plan without the slots that leave stands still until they are back, `away_seconds` of the entry
+    that gives them back, or by default the steps between at the pace of its last ones.
+    """
 
     step: int
     slots: int
+    away_seconds: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

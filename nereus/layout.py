@@ -164,9 +164,20 @@ class Plan:
         return hashlib.sha256(repr(self).encode()).hexdigest()[:10]
 
     def __str__(self) -> str:
-        train, generate, critic = self.actor_train.layout, self.actor_generate.layout, self.critic_train.layout
-        reference = self.reference_infer.layout
-        return f"train {train} · critic {critic} · ref {reference} · gen {generate.dp}xTP{generate.tp}"
+        train, critic, reference = map(_cut_text, (self.actor_train, self.critic_train, self.reference_infer))
+        engines = self.actor_generate.layout
+        return f"train {train} · critic {critic} · ref {reference} · gen {engines.dp}xTP{engines.tp}{_shares_text(self.actor_generate)}"
+
+
+def _cut_text(stage: StagePlan) -> str:
+    return f"{stage.layout}{_shares_text(stage)}"
+
+
+def _shares_text(stage: StagePlan) -> str:
+    """The shares where they are not as equal as can be."""
+    if sorted(stage.shares) == sorted(equal_shares(sum(stage.shares), stage.layout.dp)):
+        return ""
+    return f"[{'/'.join(map(str, stage.shares))}]"
 
 
 Problem = tuple[str, object, str]

@@ -35,6 +35,7 @@ from nereus.costs.calibrate import (
 )
 from nereus.costs.coefficients import EAGER_KEPT_SHARE, eager_prior, prior_for
 from nereus.costs.profile import Profile, recorded
+from nereus.costs.speeds import Speeds
 from nereus.costs.training import Terms
 from nereus.errors import PlanOutgrown
 from nereus.layout import Plan
@@ -139,6 +140,7 @@ class Observed:
     """
 
     profile: Profile | None = None
+    speeds: Speeds = field(default_factory=Speeds)
     calibrations: Mapping[PhaseKind, Calibration] = field(default_factory=dict[PhaseKind, Calibration])
     margin: Margin = field(default_factory=margin)
     tolls: Mapping[str, Factor] = field(default_factory=dict[str, Factor])
@@ -163,7 +165,9 @@ def after(state: Observed, record: Mapping[str, Any]) -> Observed:
     """The state after one more record; records of other kinds change nothing."""
     match record.get("kind"):
         case "probe":
-            return _probed(state, recorded(record["profile"]))
+            return _probed(state, recorded(record["profile"]), record.get("processes", {}))
+        case "speeds":
+            return _checked(state, record)
         case "resumed" | "recovered":
             return replace(state, ran={}, pending=None)
         case "prediction":
@@ -185,13 +189,30 @@ def prior_of(kind: PhaseKind, profile: Profile) -> Prior:
     return replace(prior_for(terms, profile.device, precision, "rl"), kept_share=EAGER_KEPT_SHARE)
 
 
-def _probed(state: Observed, profile: Profile) -> Observed:
+def _probed(state: Observed, profile: Profile, processes: Mapping[str, str]) -> Observed:
     """Calibrations start anew on another kind of slot; on the same kind what was learnt is kept."""
+    if processes:  # those that are there now, whatever their numbers were
+        profile = replace(profile, slow=state.speeds.slow(_numbered(processes)))
     known = state.profile
     if known is not None and (known.device, known.dtype_bytes) == (profile.device, profile.dtype_bytes):
         return replace(state, profile=profile)
     calibrations = {kind: start(prior_of(kind, profile)) for kind in KIND_TERMS}
     return replace(state, profile=profile, calibrations=calibrations, pending=None)
+
+
+def _checked(state: Observed, record: Mapping[str, Any]) -> Observed:
+    """The slots' speeds after a check. Where one is told anew, the step before it is measured against no prediction."""
+    processes = _numbered(record["processes"])
+    seconds = {processes[int(slot)]: each for slot, each in record["seconds"].items()}
+    speeds = state.speeds.observe(seconds, record["step"])
+    slow = speeds.slow(processes)
+    if state.profile is None or slow == state.profile.slow:
+        return replace(state, speeds=speeds)
+    return replace(state, speeds=speeds, profile=replace(state.profile, slow=slow), pending=None)
+
+
+def _numbered(processes: Mapping[str, str]) -> dict[int, str]:
+    return {int(slot): name for slot, name in processes.items()}
 
 
 # -- steps -------------------------------------------------------------------------------------------------------------

@@ -354,11 +354,13 @@ def _check_nereus(config: Config) -> None:
 
 def _check_schedule(config: Config) -> None:
     last, fleet = 1, config.fleet
-    if fleet.schedule and config.nereus.policy in ("script", "fixed"):
-        expected = (
-            "expected nereus, dp-scaling or restart: a script and a fixed plan do not follow the fleet (fleet.schedule)"
-        )
-        raise ConfigError("nereus.policy", config.nereus.policy, expected)
+    policy = config.nereus.policy
+    if fleet.schedule and policy == "script":
+        expected = "expected nereus, fixed, dp-scaling or restart: a script does not follow the fleet (fleet.schedule)"
+        raise ConfigError("nereus.policy", policy, expected)
+    if fleet.schedule and policy == "fixed" and fleet.schedule[-1].slots < fleet.slots:
+        expected = "expected nereus, dp-scaling or restart: a fixed plan does not follow the fleet, it waits for all slots, which fleet.schedule does not give back"
+        raise ConfigError("nereus.policy", policy, expected)
     for index, each in enumerate(fleet.schedule):
         key = f"fleet.schedule[{index}]"
         if not last < each.step <= config.run.steps:
@@ -366,6 +368,8 @@ def _check_schedule(config: Config) -> None:
             raise ConfigError(f"{key}.step", each.step, expected)
         if not 1 <= each.slots <= fleet.slots:
             raise ConfigError(f"{key}.slots", each.slots, f"expected from 1 to fleet.slots = {fleet.slots}")
+        if each.away_seconds is not None and not each.away_seconds >= 0:
+            raise ConfigError(f"{key}.away_seconds", each.away_seconds, "expected null or at least 0")
         last = each.step
 
 

@@ -30,6 +30,7 @@ from nereus.costs.generation import (
 from nereus.costs.profile import Profile
 from nereus.costs.rates import Rates
 from nereus.costs.shape import Shape, shape_of
+from nereus.costs.speeds import finish, replica_speeds
 from nereus.costs.training import BatchWork, Terms, forward_terms, train_terms
 from nereus.layout import Plan, StagePlan, batch_shares
 from nereus.lengths import limit_row_tokens, response_limit
@@ -131,19 +132,19 @@ def step_terms(
         stage: StagePlan = getattr(plan, name)
         sized = _headless(shape) if stage.model == "critic" else shape
         work = _work(config, stage, batch, batch.samples, profile)
-        terms[phase] = _crowded(forward_terms(sized, stage.layout, work, rates), stage, work, profile)
+        terms[phase] = _crowded(forward_terms(sized, stage.layout, work, rates), stage, work, batch.samples, profile)
     algorithm = config.algorithm
     for phase, name in (("update_critic", "critic_train"), ("update_actor", "actor_train")):
         stage = getattr(plan, name)
         sized = _headless(shape) if stage.model == "critic" else shape
-        work = _work(config, stage, batch, batch.samples // algorithm.mini_batches, profile)
-        once = _crowded(train_terms(sized, stage.layout, work, rates), stage, work, profile)
+        samples = batch.samples // algorithm.mini_batches
+        work = _work(config, stage, batch, samples, profile)
+        once = _crowded(train_terms(sized, stage.layout, work, rates), stage, work, samples, profile)
         steps = algorithm.mini_batches * algorithm.epochs
         terms[phase] = {term: steps * seconds for term, seconds in once.items()}
     for phase, name in PHASE_STAGES.items():
         if phase in terms and name in fresh:
-            crowding = profile.crowding(getattr(plan, name).layout.ranks)
-            terms[phase] = {**terms[phase], "first_use": FIRST_USE_SECONDS * crowding}
+            terms[phase] = {**terms[phase], "first_use": FIRST_USE_SECONDS * every_slot(getattr(plan, name), profile)}
     return {phase: terms[phase] for phase in PHASES if phase in terms}
 
 
@@ -153,8 +154,9 @@ def _headless(shape: Shape) -> Shape:
 
 
 def _work(config: Config, stage: StagePlan, batch: StepBatch, samples: int, profile: Profile) -> BatchWork:
-    """The work of one pass of a stage over `samples` padded rows, as its fullest replica has it."""
-    most = max(1, *batch_shares(stage, samples))
+    """The work of one pass of a stage over `samples` padded rows, as the replica has it that takes longest."""
+    shares = batch_shares(stage, samples)
+    most = max(1, shares[_last(shares, replica_speeds(stage, profile.slow))])
     layout = stage.layout
     wide = config.model.dtype == "float32"
     return BatchWork(
@@ -168,17 +170,31 @@ def _work(config: Config, stage: StagePlan, batch: StepBatch, samples: int, prof
     )
 
 
-def _crowded(terms: Terms, stage: StagePlan, work: BatchWork, profile: Profile) -> dict[str, float]:
-    """Terms of a stage whose slots may share cores.
+def _last(shares: Sequence[int], speeds: Sequence[float]) -> int:
+    """The replica that is done last."""
+    return max(range(len(shares)), key=lambda at: (shares[at] / speeds[at], -at))
+
+
+def every_slot(stage: StagePlan, profile: Profile) -> float:
+    """How much longer work takes that each slot of the stage has alike than on one usual slot alone."""
+    return profile.crowding(profile.weight(stage.slots)) / profile.slowest(stage.slots)
+
+
+def _crowded(terms: Terms, stage: StagePlan, work: BatchWork, samples: int, profile: Profile) -> dict[str, float]:
+    """Terms of a stage whose slots may share cores, or be slow.
 
     The pipeline's busiest rank and its bubble are stretched alike where all ranks together want more than there is.
     """
     layout, steps = stage.layout, work.micro_batches(stage.layout)
     own = sum(seconds for name, seconds in terms.items() if name not in TRANSIT_TERMS | SOLE_TERMS)
     bubble = terms.get("bubble", 0.0)
-    whole = layout.ranks // layout.pp * (own + steps * bubble) / profile.together_slots
-    stretch = max(1.0, whole / (own + bubble)) if own else 1.0
-    every = profile.crowding(layout.ranks)
+    shares, speeds = batch_shares(stage, samples), replica_speeds(stage, profile.slow)
+    most = max(1, shares[_last(shares, speeds)])
+    whole = layout.ranks // layout.pp / layout.dp * (own + steps * bubble)
+    parts = [share / most for share in shares]
+    last = finish(parts, speeds, alone=own + bubble, crowded=whole, together=profile.together_slots)
+    stretch = last / (own + bubble) if own else 1.0
+    every = every_slot(stage, profile)
     found: dict[str, float] = {}
     for name, seconds in terms.items():
         factor = 1.0 if name in TRANSIT_TERMS else every if name in ("optimizer", "step") else stretch
@@ -195,19 +211,27 @@ SOLE_TERMS = frozenset({"bubble", "optimizer", "step"})
 def _generate(
     config: Config, stage: StagePlan, shape: Shape, batch: StepBatch, rates: Rates, profile: Profile
 ) -> dict[str, float]:
-    """Terms of the fullest engine; its cache is what the configuration gives it."""
+    """Terms of the engine that is done last; its cache is what the configuration gives it."""
     engine = Generator(tp=stage.layout.tp)
     scale = config.model.dtype == "float32"
     cache = config.rollout.kv_cache_bytes / (2 if scale else 1)
     needed = (cache + weight_bytes_per_slot(shape, engine) + WORKSPACE_BYTES) / MEMORY_SHARE
     roomy = replace(rates, memory_bytes=ceil(needed) + 1)
-    responses = max(1, *batch_shares(stage, batch.samples))
     lengths = Lengths(tokens=batch.response_tokens)
-    terms = generate_terms(shape, engine, roomy, batch.prompt_tokens, responses, lengths)
-    crowding = profile.crowding(stage.layout.ranks)
-    found = {name: seconds * (1.0 if name in TRANSIT_TERMS else crowding) for name, seconds in terms.items()}
+    crowding = profile.crowding(profile.weight(stage.slots))
+    engines = sorted(set(zip(batch_shares(stage, batch.samples), replica_speeds(stage, profile.slow), strict=True)))
+    found: dict[str, float] = {}
+    fullest = {speed: responses for responses, speed in engines}  # of equally fast ones
+    for speed, responses in fullest.items():
+        terms = generate_terms(shape, engine, roomy, batch.prompt_tokens, max(1, responses), lengths)
+        factors = {name: 1.0 if name in TRANSIT_TERMS else crowding / speed for name in terms}
+        found = max(found, {name: factors[name] * seconds for name, seconds in terms.items()}, key=_total)
     found["call"] = profile.call_seconds
     return found
+
+
+def _total(terms: Terms) -> float:
+    return sum(terms.values())
 
 
 def _sync(config: Config, stage: StagePlan, shape: Shape, rates: Rates, profile: Profile) -> dict[str, float]:
@@ -218,7 +242,7 @@ def _sync(config: Config, stage: StagePlan, shape: Shape, rates: Rates, profile:
     received = weight_bytes_per_slot(shape, Generator(tp=stage.layout.tp))
     return {
         "sync": received / rates.link_bytes_per_second,
-        "sync_tensors": TENSOR_SECONDS * tensors * profile.crowding(stage.layout.ranks),
+        "sync_tensors": TENSOR_SECONDS * tensors * every_slot(stage, profile),
         "call": profile.call_seconds,
     }
 

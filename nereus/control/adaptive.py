@@ -93,6 +93,8 @@ class Adaptive:
             self._due = "probation is over"
         elif not self.evident and self.measured_steps >= self.caution.wanted_steps(self.caution.least_steps, share):
             self.evident, self._due = True, "the first plan is measured"
+        if step.news:
+            self.happened(step.news, ended=True)
         self._watch(step, plan_id)
 
     def _expected_of(self, step: StepMeasured, plan_id: str) -> float:

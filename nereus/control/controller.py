@@ -34,6 +34,7 @@ A Search may be under way in any state; at most one counts. Starting and finishe
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 from typing import Literal
 
 from nereus.control.policies import Entry, Policy, Question, Situation
@@ -235,10 +236,12 @@ class AdaptiveController:
 
     def _noticed(self, event: PreemptionNotice) -> tuple[AdaptiveCommand, ...]:
         before = self._leaving
-        self._leave(before | {slot: event.deadline_seconds for slot in event.slots if slot in self._present})
+        told = before | {slot: event.deadline_seconds for slot in event.slots if slot in self._present}
+        self._leave({slot: deadline for slot, deadline in told.items() if deadline < inf})
         if self._leaving.keys() != before.keys():
             self._forget_answers()
-            self.policy.happened(f"slots {', '.join(map(str, event.slots))} are about to leave", ended=False)
+            what = "are about to leave" if event.deadline_seconds < inf else "stay"
+            self.policy.happened(f"slots {', '.join(map(str, event.slots))} {what}", ended=False)
         return self._settled() if self.state in SETTLING else self._asked()
 
     def _alarmed(self, event: MemoryAlarm) -> tuple[AdaptiveCommand, ...]:

@@ -142,7 +142,8 @@ class JobOutlook:
         """What this very step would have taken under `plan_id`, with its first uses if it is the plan that ran."""
         step = _observed(finished)
         fresh = step.fresh if plan_id == step.plan_id else ()
-        return self._sum(self._terms_of(self.state, plan_id, step.batch, fresh))
+        state = replace(self.state, profile=step.profile or self.state.profile)
+        return self._sum(self._terms_of(state, plan_id, step.batch, fresh))
 
     def step(self, plan_id: str) -> Estimate:
         """A step to come, of a batch like the last one."""

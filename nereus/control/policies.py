@@ -189,7 +189,8 @@ class Fixed(RulePolicy):
 
     def wanted(self, situation: Situation) -> Plan | None:
         """The present plan, while all its slots are in the fleet and none is about to leave at once."""
-        return situation.plan if plan_slots(situation.plan) <= set(situation.fleet.slots) else None
+        there = plan_slots(situation.plan) <= set(situation.fleet.slots)
+        return situation.plan if there and not situation.leaving_slots else None
 
 
 class DpScaling(RulePolicy):

@@ -26,9 +26,10 @@ from nereus.control.records import (
     plan_slots,
 )
 from nereus.costs.calibrate import OVERHEAD, STATE, predict
+from nereus.costs.speeds import fastest, shared_by_speed
 from nereus.errors import TransferFailed
 from nereus.fleet import CPU_SLOT, Fleet, Node
-from nereus.layout import STAGES, Plan, StagePlan
+from nereus.layout import STAGES, Plan, StagePlan, equal_shares
 from nereus.memory import OVERHEAD_BYTES, request_cache_bytes, stage_bytes
 from nereus.model import ModelSpec, models_of
 from nereus.observe import DRIVER_SECONDS
@@ -44,7 +45,15 @@ from nereus.transitions.holders import InvalidGraph
 from nereus.transitions.order import Infeasible
 from nereus.transitions.planned import Settings, SlotRoom, planned_graph
 from nereus.transitions.price import price
-from nereus.workload import FIRST_USE_SECONDS, PHASE_KINDS, PHASE_STAGES, PhaseKind, largest_batch, step_terms
+from nereus.workload import (
+    FIRST_USE_SECONDS,
+    PHASE_KINDS,
+    PHASE_STAGES,
+    PhaseKind,
+    every_slot,
+    largest_batch,
+    step_terms,
+)
 
 TOP_COUNT = 5
 PRICED_COUNT = 48
@@ -240,22 +249,31 @@ class _Search:
         before: StagePlan = getattr(self.present, name)
         best: dict[object, _Option] = {}
         for choice in self.choices(name):
-            slots = self.request.slots[: choice.layout.ranks]
-            stage = stage_plan(self.config, name, choice, slots)
-            if switches.denies_stage(name, str(stage.layout)) is not None:
-                continue
-            if stage.layout == before.layout and set(before.slots) <= set(self.request.slots):
-                stage = replace(before, micro_batch=choice.micro_batch)
-            option = self.option(name, stage)
-            known = best.get(stage.layout)
-            if known is None or self.better(option, known, widest=widest):
-                best[stage.layout] = option
+            for stage in self.seated(name, choice, before):
+                if switches.denies_stage(name, str(stage.layout)) is not None:
+                    continue
+                option = self.option(name, stage)
+                known = best.get(stage.layout)
+                if known is None or self.better(option, known, widest=widest):
+                    best[stage.layout] = option
         return sorted(best.values(), key=lambda each: (each.cost_seconds, repr(each.stage.layout)))
+
+    def seated(self, name: str, choice: StageChoice, before: StagePlan) -> Iterator[StagePlan]:
+        """The choice where its layout is, if it is there, also with other shares; else, or where slots are slow, on the fastest."""
+        slots, slow = self.request.slots, self.pricing.slow
+        new = stage_plan(self.config, name, choice, fastest(slots, choice.layout.ranks, slow))
+        stands = new.layout == before.layout and set(before.slots) <= set(slots)
+        if stands:
+            there = replace(before, micro_batch=choice.micro_batch)
+            yield from dict.fromkeys((there, shared_by_speed(there, slow)))
+        if slow or not stands:
+            yield from dict.fromkeys((new, shared_by_speed(new, slow)))  # micro-batches are whole: either may be best
 
     def better(self, option: _Option, known: _Option, *, widest: bool) -> bool:
         """Whether a micro-batch is to be preferred to another: among those that leave room the fastest, else the smaller."""
-        if widest and option.leaves_room == known.leaves_room and option.leaves_room:
-            return option.seconds < known.seconds
+        alike = option.stage.micro_batch == known.stage.micro_batch  # on other slots, or with other shares
+        if alike or (widest and option.leaves_room and known.leaves_room):
+            return option.cost_seconds < known.cost_seconds
         return option.stage.micro_batch < known.stage.micro_batch
 
     def leaves_room(self, name: str, stage: StagePlan) -> bool:
@@ -333,6 +351,8 @@ class Pricing:
     def __post_init__(self) -> None:
         config = self.ground.outlook.config
         self.specs: Mapping[str, ModelSpec] = models_of(config.model)
+        profile = self.ground.outlook.state.profile
+        self.slow = () if profile is None else profile.slow
         self.broken = not plan_slots(self.request.present).isdisjoint(self.request.empty_slots)
         nodes: dict[int, list[int]] = {}
         for slot, host in sorted(self.ground.hosts.items()):
@@ -354,7 +374,13 @@ class Pricing:
         if not moves:
             return plan
         found = place(moves, self.fleet, syncs=(("actor_train", "actor_generate"),), standing=standing)
-        return replace(plan, **{name: replace(moves[name].after, slots=slots) for name, slots in found.slots.items()})
+        placed = {name: replace(moves[name].after, slots=slots) for name, slots in found.slots.items()}
+        return replace(plan, **{name: self.shared(stage) for name, stage in placed.items()})
+
+    def shared(self, stage: StagePlan) -> StagePlan:
+        """The stage with its shares by speed where it has such: another order of slots is another of replicas."""
+        equal = stage.shares == equal_shares(sum(stage.shares), stage.layout.dp)
+        return stage if equal or not self.slow else shared_by_speed(stage, self.slow)
 
     def of(self, plan: Plan) -> PriceEstimate | None:
         """The price of the change to `plan`; None where no order of it fits in memory, or bytes are missing."""
@@ -433,7 +459,7 @@ class Pricing:
         assert state.profile is not None, "no probe record was seen: nothing is known of the slots"
         own: list[PhaseKind] = [PHASE_KINDS[phase] for phase, of in PHASE_STAGES.items() if of == name]
         coefficients = [state.calibrations[kind].coefficients["first_use"] for kind in own]
-        return sum(coefficients) * FIRST_USE_SECONDS * state.profile.crowding(stage.layout.ranks)
+        return sum(coefficients) * FIRST_USE_SECONDS * every_slot(stage, state.profile)
 
 
 def rising(lists: Sequence[Sequence[float]]) -> Iterator[tuple[float, Indices]]:

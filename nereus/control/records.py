@@ -66,9 +66,13 @@ class Band:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepMeasured(StepFinished):
-    """A step ended: also how many tokens (prompts and responses) it worked on."""
+    """A step ended: also how many tokens (prompts and responses) it worked on.
+
+    `news` says what is new of the slots since the last step, so that another plan may be best.
+    """
 
     tokens: int
+    news: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,7 +89,7 @@ class FleetChanged:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PreemptionNotice:
-    """These slots leave at `deadline_seconds` (on the clock of `at_seconds`) at the latest."""
+    """These slots leave at `deadline_seconds` (on the clock of `at_seconds`) at the latest; an infinite one takes it back."""
 
     at_seconds: float
     slots: tuple[int, ...]

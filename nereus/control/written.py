@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
 from typing import Any, Union, cast, get_args, get_origin, get_type_hints
 
@@ -84,9 +84,16 @@ def _hints(kind: type) -> dict[str, Any]:
     return {each.name: hints[each.name] for each in fields(kind)}
 
 
+@cache
+def _optional(kind: type) -> frozenset[str]:
+    """Fields with a default: a journal of before they were there lacks them."""
+    return frozenset(each.name for each in fields(kind) if each.default is not MISSING)
+
+
 def _record(kind: type, raw: Mapping[str, Any]) -> object:
     try:
-        found = kind(**{name: _value(hint, raw[name]) for name, hint in _hints(kind).items()})
+        missing = _optional(kind) - raw.keys()
+        found = kind(**{name: _value(hint, raw[name]) for name, hint in _hints(kind).items() if name not in missing})
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise JournalError(f"a {kind.__name__} of the journal cannot be read: {error!r}") from error
     if isinstance(found, Candidate) and found.plan_id != found.plan.plan_id:

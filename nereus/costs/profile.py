@@ -10,13 +10,14 @@ slots on GPUs, about the number of cores for processes of one thread on a CPU.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from math import exp, log
 from statistics import median
 from typing import Any
 
 from nereus.costs.rates import GEMM_POWER, Rates, rates_of
+from nereus.costs.speeds import Slow
 from nereus.fleet import CPU_SLOT, DEVICES
 
 LAYER_LAUNCHES = 20
@@ -46,7 +47,8 @@ class Profile:
     """What was reached on a slot: SI units, real bytes, `dtype_bytes` a number; `device` as the catalogue names it.
 
     `layer_seconds` is an eager layer's forward pass with next to no work; `call_seconds` a call of all slots.
-    `memory_ratio` is what eager elementwise work takes over what its bytes would take as one copy.
+    `memory_ratio` is what eager elementwise work takes over what its bytes would take as one copy. `slow` are the slots
+    that compute slower than what is stated here.
     """
 
     device: str
@@ -63,6 +65,7 @@ class Profile:
     nic_bytes_per_second: float
     nic_seconds: float
     call_seconds: float
+    slow: Slow = ()
 
     def rates(self, memory_bytes: int) -> Rates:
         """The rates of a slot with this memory, bandwidths in numbers of 2 bytes.
@@ -98,10 +101,21 @@ class Profile:
         """As JSON holds it."""
         return asdict(self)
 
+    def weight(self, slots: Iterable[int]) -> float:
+        """How many usual slots' worth these slots compute."""
+        speeds = dict(self.slow)
+        return sum(speeds.get(slot, 1.0) for slot in slots)
+
+    def slowest(self, slots: Iterable[int]) -> float:
+        """The speed of the slowest of these slots."""
+        speeds = dict(self.slow)
+        return min((speeds.get(slot, 1.0) for slot in slots), default=1.0)
+
 
 def recorded(record: Mapping[str, Any]) -> Profile:
     """The Profile of `Profile.record`. KeyError names a key that is missing."""
-    return Profile(**{each.name: record[each.name] for each in fields(Profile)})
+    values = {each.name: record[each.name] for each in fields(Profile) if each.name != "slow"}
+    return Profile(**values, slow=tuple((int(slot), float(speed)) for slot, speed in record.get("slow", ())))
 
 
 def supposed(device: str, dtype_bytes: int, slots: int, cores: int) -> Profile:

@@ -37,6 +37,7 @@ class Status:
     step_seconds: list[float] = field(default_factory=list[float])
     phase_seconds: dict[str, float] = field(default_factory=dict[str, float])
     peak_bytes: dict[int, int] = field(default_factory=dict[int, int])
+    slow: dict[int, float] = field(default_factory=dict[int, float])
     pending: str = ""
     last_change: str = ""
     decided: Record | None = None
@@ -81,6 +82,7 @@ class Status:
             "phase_seconds": self.phase_seconds,
             "peak_bytes": {str(slot): size for slot, size in self.peak_bytes.items()},
             "budget_bytes": self.budget_bytes,
+            "slow_slots": {str(slot): speed for slot, speed in self.slow.items()},
             "pending_change": self.pending or None,
             "last_change": self.last_change or None,
             "last_decision": self.last_decision or None,
@@ -122,6 +124,8 @@ def _take(status: Status, record: Record) -> None:
             status.plan = status.plan if status.step else str(plan_of(record["plan"]))
         case "step_done":
             _take_step(status, record)
+        case "told" if record["event"].get("profile"):
+            status.slow = {int(slot): float(speed) for slot, speed in record["event"]["profile"].get("slow", ())}
         case "checkpoint_saved":
             status.checkpoint_step = int(record["step"])
         case "run_stopped":
@@ -193,6 +197,10 @@ def render(status: Status, now_seconds: float) -> str:
         ("plan", f"{status.plan}, on {status.slots} slots, state version {status.state_version}"),
         ("phases", "  ".join(f"{phase} {seconds:.3f}" for phase, seconds in status.phase_seconds.items())),
         ("memory", _memory_text(status)),
+        (
+            "slow slots",
+            ", ".join(f"slot {slot} at {speed:.2f} of the usual speed" for slot, speed in status.slow.items()),
+        ),
         ("change", f"pending {status.pending}" if status.pending else ""),
         ("last change", status.last_change),
         ("decision", status.last_decision),

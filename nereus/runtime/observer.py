@@ -6,12 +6,14 @@ Everything it learns goes through the journal and `nereus.observe.after`, so tha
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from nereus.config import Config
 from nereus.costs.profile import Profile, recorded, resized
+from nereus.costs.speeds import is_late
 from nereus.errors import PlanOutgrown
 from nereus.layout import Plan
 from nereus.observe import (
@@ -32,7 +34,7 @@ from nereus.runtime.changes import Transaction
 from nereus.runtime.journal import Journal
 from nereus.runtime.phases import StepRecord
 from nereus.runtime.pool import SlotPool
-from nereus.runtime.probe import Place, Probe, record, supposed_of
+from nereus.runtime.probe import Place, Probe, pace, record, supposed_of
 from nereus.runtime.slot import Slot
 from nereus.transitions.durations import HOST_TOLLS
 from nereus.workload import measured_phases
@@ -48,6 +50,8 @@ class Observer:
     pool: SlotPool
     journal: Journal
     sampled: bool = True
+    watching: bool = False
+    """Whether slots are checked for their speeds."""
 
     def __post_init__(self) -> None:
         self.state = Observed()
@@ -65,9 +69,17 @@ class Observer:
         for known in reversed([each for each in earlier if each.get("kind") == "probe"]):
             profile = recorded(known["profile"])
             if known["places"] == self._places and profile.dtype_bytes == self._supposed().dtype_bytes:
-                self._tell("probe", {"reused_seq": known["seq"], "places": self._places, "profile": profile.record()})
+                fields = {"reused_seq": known["seq"], "places": self._places, "profile": profile.record()}
+                self._tell("probe", {**fields, "processes": self._processes()})
                 return
-        self._tell("probe", record(probe, self._places, probe.run(self._places)))
+        found = record(probe, self._places, probe.run(self._places))
+        self._tell("probe", {**found, "processes": self._processes()})
+        if self.watching and (seconds := probe.seconds_by_slot()):
+            self._tell("speeds", {"step": 0, "seconds": seconds, "processes": self._processes()})
+
+    def _processes(self) -> dict[str, str]:
+        """Slot -> a name of its process, which stays when numbers change."""
+        return {str(slot): f"{found.address}:{found.pid}" for slot, found in sorted(self.pool.contacts.items())}
 
     def _supposed(self) -> Profile:
         return supposed_of(self.config, self._places)
@@ -77,7 +89,8 @@ class Observer:
         before = self._supposed()
         self._places, self._numbers = Probe(self.config, self.pool).places(), tuple(self.pool.numbers)
         profile = self.state.profile or before
-        self._tell("probe", {"places": self._places, "profile": resized(profile, before, self._supposed()).record()})
+        made = resized(profile, before, self._supposed())
+        self._tell("probe", {"places": self._places, "profile": made.record(), "processes": self._processes()})
 
     def _tell(self, kind: str, fields: Mapping[str, Any]) -> None:
         """Into the journal and into the state, alike."""
@@ -121,12 +134,27 @@ class Observer:
             "peak_bytes": peaks,
             "memory_bytes": memory,
         }
+        self._check_speeds(step.step, expected, sum(seconds.values()))
         self._tell("observed", fields)
         self.told = {**fields, "fresh": expected.fresh}
 
     def refusal(self, step: int, plan: Plan, width_tokens: int) -> PlanOutgrown | None:
         """Why `plan` may not work on rows so wide in `step`; None where it may."""
         return outgrown(self.state, self.config, plan, step, width_tokens)
+
+    def _check_speeds(self, step: int, expected: Expected, measured_seconds: float) -> None:
+        """Has all slots time the same piece where one may have become slow, or fast again."""
+        if not self.watching or len(self._numbers) < 2:
+            return
+        whole = expected.whole
+        late = is_late(measured_seconds, whole.mean_seconds, whole.deviation_seconds)
+        if not self.state.speeds.due(step, late=late and not expected.is_new):
+            return
+        started = time.monotonic()
+        found = self.pool.call_all("apply", pace, self.config.model)
+        seconds = {str(slot): found[slot] for slot in sorted(found)}
+        took = time.monotonic() - started
+        self._tell("speeds", {"step": step, "seconds": seconds, "processes": self._processes(), "took_seconds": took})
 
     # -- changes of plan -----------------------------------------------------------------------------------------
 

@@ -33,6 +33,8 @@ REPEATS = 3
 UNITS_SECONDS = 0.3
 ROUNDS = 3
 """How often a layer alone and on all slots is timed in turn: others on the machine disturb some, the best counts."""
+PACE_SECONDS, PACE_WIDTH, PACE_TOKENS = 0.05, 512, 64
+"""Of a check of the slots' speeds in a running job: a few megabytes, a fifth of a second."""
 CALLS = 7
 COPY_BYTES = 8 << 20
 SMALL_BYTES, LARGE_BYTES = 1 << 10, 1 << 20
@@ -89,6 +91,12 @@ class Probe:
     def _on(self, slots: Sequence[int], piece: Callable[..., list[Sample]], *arguments: object) -> list[Sample]:
         found = self._pool.call("apply", dict.fromkeys(slots, (piece, *arguments)))
         return [sample for slot in slots for sample in found[slot]]
+
+    def seconds_by_slot(self) -> dict[str, list[float]]:
+        """Slot -> seconds of the layer, round by round, while all slots did the same."""
+        numbers = self._pool.numbers
+        units = [each.seconds for each in self.samples if each.kind == "units" and each.ranks == len(numbers) > 1]
+        return {str(slot): units[at :: len(numbers)] for at, slot in enumerate(numbers)} if units else {}
 
     def _calls(self) -> list[Sample]:
         found: list[float] = []
@@ -192,6 +200,21 @@ def units(slot: Slot, model: ModelConfig, ranks: int) -> list[Sample]:  # noqa: 
     return [Sample(kind="units", seconds=seconds, shape=(UNITS_TOKENS, *layer.widths), ranks=ranks)]
 
 
+def pace(slot: Slot, model: ModelConfig) -> list[float]:  # noqa: ARG001
+    """Collective over all slots: seconds of a small layer forward and backward while all do the same, round by round."""
+    layer = EagerLayer(model, PACE_WIDTH)
+    found: list[float] = []
+    for _ in range(ROUNDS):
+        dist.barrier()
+        done, started = 0, time.monotonic()
+        while time.monotonic() < started + PACE_SECONDS:
+            layer(PACE_TOKENS).sum().backward()
+            _synchronise()
+            done += 1
+        found.append((time.monotonic() - started) / done)
+    return found
+
+
 def collectives(slot: Slot, sets: tuple[tuple[int, ...], ...]) -> list[Sample]:
     """Collective over each of `sets`, all at once: all-reduce, all-gather and a ring of sends, small and large."""
     ranks = next(each for each in sets if slot.number in each)
@@ -224,11 +247,12 @@ def collectives(slot: Slot, sets: tuple[tuple[int, ...], ...]) -> list[Sample]:
 class EagerLayer(torch.nn.Module):
     """A decoder layer in plain PyTorch with the model's widths: only its time counts."""
 
-    def __init__(self, model: ModelConfig) -> None:
+    def __init__(self, model: ModelConfig, widest: int = LARGEST_WIDTH) -> None:
         super().__init__()
-        self._heads, self._dim = model.heads, model.head_dim
-        self._hidden = min(model.hidden, LARGEST_WIDTH)
-        inner, wide = self._heads * self._dim, min(model.ffn or model.expert_ffn, LARGEST_WIDTH)
+        self._dim = model.head_dim
+        self._heads = max(1, min(model.heads, widest // model.head_dim))
+        self._hidden = min(model.hidden, widest)
+        inner, wide = self._heads * self._dim, min(model.ffn or model.expert_ffn, widest)
         self.widths = (self._hidden, inner, wide)
         options: dict[str, Any] = {"bias": False, "dtype": getattr(torch, model.dtype), "device": state.device()}
         self.qkv = torch.nn.Linear(self._hidden, 3 * inner, **options)

@@ -35,7 +35,7 @@ from nereus.resumption import Resumption
 from nereus.runtime.changes import NEXT, ChangeBroken, first_state, start_generation
 from nereus.runtime.changing import Changing
 from nereus.runtime.checkpoints import Checkpoints, newest_good
-from nereus.runtime.fleet_schedule import FleetSchedule, Relaunch, SlotsArrived, SlotsLeaving
+from nereus.runtime.fleet_schedule import FleetSchedule, Relaunch, SlotsArrived, SlotsLeaving, SlotsStay, Suspend
 from nereus.runtime.job import Job, short
 from nereus.runtime.journal import Journal, RunFolder, read_journal
 from nereus.runtime.losses import Losses
@@ -49,6 +49,8 @@ from nereus.runtime.searches import Searches, Seek
 from nereus.slices import cut, movement
 from nereus.storage import emu_name, holding
 from nereus.workload import measured_phases
+
+PACE_COUNT, STOP_POLL_SECONDS = 8, 0.2
 
 
 class Stop(Protocol):
@@ -87,10 +89,14 @@ class RealWorld:
         task = task_of(data.task, data.task_options, seed, template, "train", self.config.model)
         self.phases = Phases(job=self.job, task=task, folder=self.folder.rollouts, recorded=self.recorded)
         self.observer = Observer(
-            config=self.config, pool=self.pool, journal=self.journal, sampled=self.recorded is None
+            config=self.config,
+            pool=self.pool,
+            journal=self.journal,
+            sampled=self.recorded is None,
+            watching=self.config.nereus.policy == "nereus" and self.config.probe.seconds > 0,
         )
         self.phases.refusal = lambda step, width: self.observer.refusal(step, self.job.plan, width)
-        self._queue: deque[Event | StepRefused | SlotsLeaving | SlotsArrived] = deque()
+        self._queue: deque[Event | StepRefused | SlotsLeaving | SlotsArrived | SlotsStay] = deque()
         self._outgrown: tuple[str, PlanOutgrown] | None = None  # the plan that last refused a step, and why
         self.schedule = FleetSchedule(self.config, self.pool)
         self.searches = Searches(self.job, self.journal)
@@ -119,7 +125,7 @@ class RealWorld:
 
     # -- World ---------------------------------------------------------------------------------------------------
 
-    def events(self) -> Iterator[Event | SearchDone | StepRefused | SlotsLeaving | SlotsArrived]:
+    def events(self) -> Iterator[Event | SearchDone | StepRefused | SlotsLeaving | SlotsArrived | SlotsStay]:
         """Prepares the job, then yields what happens until `Finish` has been carried out."""
         if self.config.nereus.policy == "nereus":
             self.searches.start()  # its imports run beside the preparation
@@ -148,13 +154,15 @@ class RealWorld:
                     "the controller gave no command and nothing is left to happen: no plan is left to run"
                 )
 
-    def submit(self, command: Command | Seek | Relaunch) -> None:
+    def submit(self, command: Command | Seek | Relaunch | Suspend) -> None:
         """Carries out one command."""
         match command:
             case Seek():
                 self.searches.begin(command)
             case Relaunch():
                 self._relaunch(command)
+            case Suspend():
+                self._suspend(command)
             case RunStep():
                 self._run_step(command.step)
             case ChangePlan():
@@ -384,6 +392,17 @@ class RealWorld:
             return
         committed = self.losses.mend(self._step + 1)
         self._queue.append(self.changing.stands() if committed else self.changing.failed())
+
+    def _suspend(self, command: Suspend) -> None:
+        """Waits as long as the slots that the plan needs are away; a stop ends it."""
+        recent = [record.seconds["step"] for record in self.records[-PACE_COUNT:]]
+        seconds = self.schedule.away_seconds(command.step, sum(recent) / max(len(recent), 1))
+        self.display.phase(f"waiting {seconds:.0f} s for slots")
+        until = time.monotonic() + seconds
+        while time.monotonic() < until and not self.stop.requested:
+            time.sleep(min(STOP_POLL_SECONDS, max(until - time.monotonic(), 0.0)))
+        self.journal.append("suspended", step=command.step, seconds=seconds)
+        self._queue.append(SlotsStay(at_seconds=time.time()))
 
     def _relaunch(self, command: Relaunch) -> None:
         """As a stop and a resume: all processes anew, all state from the newest checkpoint."""

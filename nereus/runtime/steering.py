@@ -10,6 +10,7 @@ are dense, because a world of torch.distributed has ranks from 0 on: after a los
   Recovered        TransitionDone; StateRestored where steps are done again
   SlotsLeaving     PreemptionNotice, and FleetChanged once the plan no longer uses them
   SlotsArrived     FleetChanged once they are in the world
+  SlotsStay        PreemptionNotice that takes the earlier one back
   SearchDone       the same
   StepRefused      the same
 
@@ -18,6 +19,7 @@ are dense, because a world of torch.distributed has ranks from 0 on: after a los
   Search                  Seek
   Restart                 Relaunch
   Record                  a line of the journal
+  (none, waiting for slots that leave)   Suspend
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import count, islice
+from math import inf
 
 from nereus.config import Config
 from nereus.control.adaptive import Adaptive
@@ -43,6 +46,7 @@ from nereus.control.records import (
     plan_slots,
 )
 from nereus.control.written import written
+from nereus.costs.speeds import Slow, news_of
 from nereus.errors import InvalidEvent
 from nereus.events import (
     ChangePlan,
@@ -62,12 +66,12 @@ from nereus.events import (
 from nereus.fleet import CPU_SLOT, Fleet, Node
 from nereus.layout import Plan
 from nereus.observe import Observed
-from nereus.runtime.fleet_schedule import Relaunch, SlotsArrived, SlotsLeaving
+from nereus.runtime.fleet_schedule import Relaunch, SlotsArrived, SlotsLeaving, SlotsStay, Suspend
 from nereus.runtime.journal import Journal
 from nereus.runtime.searches import Seek
 
-Told = Event | SearchDone | StepRefused | SlotsLeaving | SlotsArrived
-Order = Command | Seek | Relaunch
+Told = Event | SearchDone | StepRefused | SlotsLeaving | SlotsArrived | SlotsStay
+Order = Command | Seek | Relaunch | Suspend
 
 
 @dataclass(kw_only=True)
@@ -91,6 +95,7 @@ class Steering:
     leaving_slots: tuple[int, ...] = ()
     joining_slots: tuple[int, ...] = ()
     arriving_slots: tuple[int, ...] = ()
+    slow: Slow = ()
     controller: AdaptiveController | None = field(default=None, init=False)
 
     def handle(self, event: Told) -> tuple[Order, ...]:
@@ -111,7 +116,7 @@ class Steering:
             case JobReady():
                 return self._begun(event)
             case StepFinished():
-                return self._tell(self._step(event))
+                return self._stepped(event)
             case TransitionDone() | TransitionFailed():
                 return self._tell(replace(event, plan=self._wanted()))
             case SlotsLost():
@@ -120,13 +125,8 @@ class Steering:
                 return self._recovered(event)
             case SearchDone() | StopRequested() | StepRefused():
                 return self._tell(event)
-            case SlotsLeaving():
-                self.leaving_slots = tuple(self.ids[slot] for slot in event.slots)
-                return self._tell(
-                    PreemptionNotice(
-                        at_seconds=event.at_seconds, slots=self.leaving_slots, deadline_seconds=event.at_seconds
-                    )
-                )
+            case SlotsLeaving() | SlotsStay():
+                return self._tell(self._notice(event))
             case SlotsArrived():
                 return self._arrived(event)
 
@@ -148,13 +148,33 @@ class Steering:
         )
         return self._tell(event)
 
+    def _stepped(self, event: StepFinished) -> tuple[Order, ...]:
+        """What follows; a policy that has no plan without slots that leave waits for them."""
+        orders = self._tell(self._step(event))
+        stuck = self._controller.state == "waiting" and self.leaving_slots
+        return (*orders, Suspend(step=self._controller.step)) if stuck else orders
+
+    def _notice(self, event: SlotsLeaving | SlotsStay) -> PreemptionNotice:
+        at, slots = event.at_seconds, self.leaving_slots
+        if isinstance(event, SlotsStay):
+            self.leaving_slots = ()
+            return PreemptionNotice(at_seconds=at, slots=slots, deadline_seconds=inf)
+        self.leaving_slots = tuple(self.ids[slot] for slot in event.slots)
+        return PreemptionNotice(at_seconds=at, slots=self.leaving_slots, deadline_seconds=at)
+
     def _step(self, event: StepFinished) -> StepFinished:
         if not isinstance(event, StepObserved):
             return event
+        profile, news = event.profile, ""
+        if profile is not None:
+            slow = tuple(sorted((self.ids[slot], speed) for slot, speed in profile.slow))
+            profile, news, self.slow = replace(profile, slow=slow), news_of(self.slow, slow), slow
         return replace(
             event,
             plan_id=self._controller.plan_id,
             peak_bytes={str(self.ids[int(slot)]): peak for slot, peak in event.peak_bytes.items()},
+            profile=profile,
+            news=news,
         )
 
     def _slots_lost(self, event: SlotsLost) -> tuple[Order, ...]:

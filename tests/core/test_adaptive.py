@@ -396,3 +396,14 @@ def test_what_cannot_be_is_refused(event: AdaptiveEvent, why: str) -> None:
 def test_a_step_without_tokens_is_refused_by_nereus_alone() -> None:
     with pytest.raises(TypeError, match="StepMeasured"):
         Job().tell(StepFinished(at_seconds=0, step=1, step_seconds=1.0))
+
+
+def test_news_of_a_slot_are_searched_for_even_when_the_step_is_as_before() -> None:
+    job = Job()
+    band = Band(least_step_seconds=9, most_step_seconds=11, least_tokens=50, most_tokens=150)
+    job.answer(job.until_search(), shown(SMALL, 5.0), band=band)
+    assert not [command for command in job.step() if isinstance(command, Search)]
+    step, news = job.controller.step, "slot 3 computes at 0.46 of the usual speed"
+    told = StepMeasured(at_seconds=job.now + 10, step=step, step_seconds=10.0, tokens=100, news=news)
+    (search,) = [command for command in job.tell(told) if isinstance(command, Search)]
+    assert search.request.reason == news

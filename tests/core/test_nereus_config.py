@@ -28,6 +28,8 @@ from nereus.validate import validate
 GOOD = Config(nereus=NereusConfig(policy="nereus"))
 SCRIPTED = (ChangeConfig(step=2, plan=PlanChange(actor_train=StageConfig(dp=2))),)
 
+NEREUS = NereusConfig(policy="nereus")
+
 
 def scheduled(*steps: tuple[int, int], policy: str = "nereus") -> Config:
     schedule = tuple(FleetStepConfig(step=step, slots=slots) for step, slots in steps)
@@ -50,6 +52,12 @@ def scheduled(*steps: tuple[int, int], policy: str = "nereus") -> Config:
         ),
         (scheduled((5, 3), policy="script"), "nereus.policy", "follow the fleet"),
         (scheduled((5, 3), policy="fixed"), "nereus.policy", "follow the fleet"),
+        (scheduled((5, 3), (9, 4), (12, 2), policy="fixed"), "nereus.policy", "give back"),
+        (
+            Config(fleet=FleetConfig(schedule=(FleetStepConfig(step=5, slots=3, away_seconds=-1.0),)), nereus=NEREUS),
+            "fleet.schedule[0].away_seconds",
+            "at least 0",
+        ),
         (scheduled((1, 3)), "fleet.schedule[0].step", "above 1"),
         (scheduled((5, 3), (5, 4)), "fleet.schedule[1].step", "above 5"),
         (scheduled((5, 9)), "fleet.schedule[0].slots", "from 1 to fleet.slots = 4"),

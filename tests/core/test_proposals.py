@@ -144,3 +144,36 @@ def test_combinations_rise_and_come_once(lists: list[list[float]]) -> None:
     found = list(rising(ordered))
     assert [total for total, _ in found] == sorted(total for total, _ in found)
     assert sorted(indices for _, indices in found) == sorted(product(*(range(len(each)) for each in ordered)))
+
+
+def test_with_a_slow_slot_the_search_takes_fewer_samples_there_or_leaves_it_out() -> None:
+    """Against every plan of two slots, each with equal shares and with all shares there are."""
+    profile = STATE.profile
+    assert profile is not None
+    slow = replace(STATE, profile=replace(profile, slow=((0, 0.4),), together_slots=2.0))
+    where = replace(ground(CONFIG), outlook=JobOutlook(config=CONFIG, state=slow, plans={FIRST.plan_id: FIRST}))
+    answer = propose(request(1e5), where, 100_000)
+    known = where.outlook.met(answer.candidates)
+    best = answer.candidates[0].plan
+    for _, stage in best.stages():
+        if stage.layout.ranks == 1:
+            assert stage.slots == (1,)
+        elif stage.layout.dp == 2:
+            assert stage.shares[stage.slots.index(0)] <= stage.shares[stage.slots.index(1)]
+    lists: dict[str, list[StagePlan]] = {}
+    for name in STAGES:
+        listed = [each for each in every_stage(name) if each.layout.dp < 2]
+        listed += [replace(each, slots=(1,)) for each in listed if each.layout.ranks == 1]
+        for each in (each for each in every_stage(name) if each.layout.dp == 2):
+            total = sum(each.shares)
+            listed += [replace(each, shares=(first, total - first)) for first in range(1, total)]
+        lists[name] = listed
+    least = 0.0
+    for name, listed in lists.items():  # a step is the sum of what the stages' own phases take
+        plans = [replace(FIRST, **{name: each}) for each in listed]
+        outlook = JobOutlook(config=CONFIG, state=slow, plans={plan.plan_id: plan for plan in plans})
+        base = where.outlook.step(FIRST.plan_id).mean_seconds
+        least += min(outlook.step(plan.plan_id).mean_seconds for plan in plans) - base
+    least += where.outlook.step(FIRST.plan_id).mean_seconds
+    assert known.step(best.plan_id).mean_seconds <= 1.05 * least
+    assert known.step(best.plan_id).mean_seconds < 0.9 * where.outlook.step(FIRST.plan_id).mean_seconds

@@ -105,3 +105,14 @@ def test_a_loss_and_how_it_went_on(journal: list[dict[str, Any]]) -> None:
 def test_a_journal_without_a_run() -> None:
     with pytest.raises(JournalError, match="has not begun"):
         status_of([], writing=False)
+
+
+def test_a_slow_slot_is_named_until_it_has_recovered(journal: list[dict[str, Any]]) -> None:
+    last = cut(journal, "step_done")
+    slow = {"kind": "told", "at_seconds": 1.0, "event": {"is": "StepObserved", "profile": {"slow": [[3, 0.46]]}}}
+    same = {"kind": "told", "at_seconds": 1.0, "event": {"is": "StepObserved", "profile": None}}
+    again = {"kind": "told", "at_seconds": 1.0, "event": {"is": "StepObserved", "profile": {"slow": []}}}
+    said = status_of([*last, slow, same], writing=True)
+    assert "slow slots   slot 3 at 0.46 of the usual speed" in render(said, 2.0)
+    assert said.as_json(2.0)["slow_slots"] == {"3": 0.46}
+    assert "slow slots" not in render(status_of([*last, slow, again], writing=True), 2.0)

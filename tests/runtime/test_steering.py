@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from nereus.cli.load import dump_config
 from nereus.cli.main import main
-from nereus.config import PlanConfig, PlansConfig, StageConfig
+from nereus.config import DataConfig, PlanConfig, PlansConfig, StageConfig
 from nereus.control.records import plan_slots
+from nereus.control.written import written
 from nereus.errors import JournalError
 from nereus.events import ChangePlan, Finish, Recover, RunStep
 from nereus.layout import STAGES, first_plan
 from nereus.report.explain import explained, render
 from nereus.report.replay import first_difference, made_again, recorded
-from nereus.runtime.fleet_schedule import Relaunch, SlotsArrived, SlotsLeaving
+from nereus.runtime.fleet_schedule import Relaunch, SlotsArrived, SlotsLeaving, Suspend
 from nereus.runtime.searches import Seek
 from tests.runtime.toy_world import ToyWorld, job, run, told
 
@@ -137,6 +139,58 @@ def test_the_policy_restart_takes_all_processes_anew_at_each_change_of_the_fleet
     assert steering.ids == (0, 1, 3)
     assert [step for step, _ in world.ran] == list(range(1, 17))
     assert first_difference(records) is None
+
+
+@pytest.mark.parametrize("policy", ["fixed", "dp-scaling", "restart"])
+def test_a_policy_without_a_plan_for_the_slots_that_stay_waits_and_goes_on_as_it_was(
+    tmp_path: Path, policy: str
+) -> None:
+    """TP2·PP2 needs four slots: the job stands still before step 5 and loses nothing."""
+    deep = PlanConfig(**{**dict.fromkeys(STAGES, StageConfig(tp=2, pp=2)), "actor_generate": StageConfig(tp=2, dp=2)})
+    world = ToyWorld(replace(job(policy), plan=deep), fleet={5: SlotsLeaving(at_seconds=0.0, slots=(3,))})
+    steering, records = run(world, tmp_path / "events.jsonl")
+    assert [order for order in world.orders if not isinstance(order, RunStep)] == [
+        Suspend(step=5),
+        Finish(reason="done"),
+    ]
+    assert [step for step, _ in world.ran] == list(range(1, 17))
+    assert steering.controller is not None
+    assert steering.controller.transitions_count == 0
+    assert first_difference(records) is None
+
+
+def test_a_slow_slot_gets_less_or_nothing_to_do_and_its_full_part_when_it_has_recovered(tmp_path: Path) -> None:
+    wide = PlanConfig(**{name: StageConfig(dp=4, micro_batch=1) for name in STAGES})
+    config = replace(job(steps=60), plan=wide, data=DataConfig(prompts_per_step=24))
+    world = ToyWorld(config, slow={12: ((1, 0.4),), 36: ()})
+    _, records = run(world, tmp_path / "events.jsonl")
+    plans = {each["plan_id"]: each["plan"] for each in _candidates(records)} | {
+        first_plan(config).plan_id: written(first_plan(config))
+    }
+    ran = {step: plans[plan_id] for step, plan_id in world.ran}
+
+    def part(step: int) -> float:
+        """Slot 1's part of the actor's training."""
+        stage = ran[step]["actor_train"]
+        shares = dict(zip(stage["slots"], stage["shares"], strict=True)) if stage["layout"]["tp"] == 1 else {}
+        return shares.get(1, 0.0) / sum(stage["shares"])
+
+    assert part(11) == pytest.approx(0.25)
+    assert part(24) < 0.17
+    assert part(60) == pytest.approx(0.25)
+    reasons = [each["command"]["request"]["reason"] for each in records if _is_search(each)]
+    assert "slot 1 computes at 0.40 of the usual speed" in reasons
+    assert "slot 1 is as fast as the others again" in reasons
+    assert first_difference(records) is None
+
+
+def _candidates(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    answers = [each["event"] for each in records if each["kind"] == "told" and each["event"]["is"] == "SearchDone"]
+    return [candidate for answer in answers for candidate in answer["candidates"]]
+
+
+def _is_search(record: dict[str, Any]) -> bool:
+    return record["kind"] == "commanded" and record["command"]["is"] == "Search"
 
 
 def test_a_change_that_fails_is_not_tried_again_and_the_run_ends(tmp_path: Path) -> None:

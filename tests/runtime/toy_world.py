@@ -28,7 +28,7 @@ from nereus.events import (
 )
 from nereus.layout import Plan, first_plan
 from nereus.observe import Observed, after, expect
-from nereus.runtime.fleet_schedule import Relaunch, SlotsArrived
+from nereus.runtime.fleet_schedule import Relaunch, SlotsArrived, SlotsStay, Suspend
 from nereus.runtime.journal import Journal, read_journal
 from nereus.runtime.searches import Seek
 from nereus.runtime.steering import Order, Steering
@@ -66,6 +66,9 @@ class ToyWorld:
     losses: dict[int, tuple[int, ...]] = field(default_factory=dict)
     half_done: bool = False
     fleet: dict[int, Any] = field(default_factory=dict)  # step -> what happens to the fleet before it
+    slow: dict[int, tuple[tuple[int, float], ...]] = field(
+        default_factory=dict
+    )  # step -> the pool's slow slots from it on
     back_steps: int = 0
     refused: int = 0
     factor: Callable[[int], float] = lambda step: 1.0 + 0.01 * (step % 3)
@@ -75,6 +78,7 @@ class ToyWorld:
         self.plan: Plan = first_plan(self.config)
         self.slots = self.config.fleet.slots
         self.state: Observed = after(Observed(), {"kind": "probe", "profile": PROFILE.record()})
+        self._profile = PROFILE
         self.orders: list[Order] = []
         self.ran: list[tuple[int, str]] = []
         self._queue: list[Any] = []
@@ -120,6 +124,8 @@ class ToyWorld:
             case Relaunch():
                 self.plan, self.slots, self._waiting = command.plan, command.slots, 0
                 self._queue.append(self._recovered())
+            case Suspend():
+                self._queue.append(SlotsStay(at_seconds=self._clock))
             case Seek():
                 self._queue.append(self._found(command))
             case Finish():
@@ -153,7 +159,9 @@ class ToyWorld:
             )
         self.ran.append((step, self.plan.plan_id))
         batch = largest_batch(self.config)
-        terms = step_terms(self.config, self.plan, batch, PROFILE)
+        news = replace(PROFILE, slow=self.slow[step]) if step in self.slow else None
+        self._profile = news or self._profile
+        terms = step_terms(self.config, self.plan, batch, self._profile)
         seconds = {phase: self.factor(step) * sum(each.values()) for phase, each in terms.items()}
         self._clock += sum(seconds.values())
         self._write("step_done", step=step, state_version=0, metrics={"timing_s/step": sum(seconds.values())})
@@ -165,6 +173,7 @@ class ToyWorld:
             plan_id=self.plan.plan_id,
             phase_seconds=seconds,
             batch=batch,
+            profile=news,
             peak_bytes={"0": 1 << 27},
         )
 
