@@ -2,7 +2,7 @@ CONFIG ?= experiments/quickstart.yaml
 ARGS ?=
 EXPERIMENT ?= quickstart_pair
 
-.PHONY: run test experiments analysis slurm-test bench-admission bench-checkpoints bench-controller bench-faults bench-plan bench-planner bench-published bench-transition baselines-check gpu-contract check setup clean
+.PHONY: run test experiments analysis slurm-test bench-adapt bench-admission bench-checkpoints bench-controller bench-faults bench-plan bench-planner bench-published bench-transition baselines-check gpu-contract check setup clean
 
 run: setup  ## train CONFIG (dotted overrides in ARGS)
 	@.venv/bin/nereus train $(CONFIG) $(ARGS)
@@ -19,6 +19,9 @@ analysis: setup  ## draw every figure of analysis/ into analysis/figures/, from 
 
 slurm-test: setup  ## jobs on a real Slurm of two nodes on this host (root; installs slurm-wlm and munge if missing)
 	@NEREUS_SLURM_TEST=1 OMP_NUM_THREADS=1 .venv/bin/python -m pytest tests/slurm $(ARGS)
+
+bench-adapt: setup  ## the real job under one schedule: nereus beside dp-scaling, restart, fixed and static plans, 3 runs each: about 25 minutes; ARGS: --folder F, --json FILE, --only WORD, --repeats N, --steps N
+	@OMP_NUM_THREADS=1 .venv/bin/python -W ignore -m benchmarks.adapt $(ARGS)
 
 bench-admission: setup  ## admission against the best in hindsight on synthetic traces: about 5 minutes
 	@OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.admission $(ARGS)

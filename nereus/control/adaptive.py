@@ -44,7 +44,8 @@ class Adaptive:
     def __init__(self, outlook: Outlook, first: Plan, caution: Caution | None = None) -> None:
         self.caution = caution or Caution()
         self.outlook = outlook
-        self._plan_id, self._kind = first.plan_id, plan_kind(first)
+        self._plan_id: str = first.plan_id
+        self._kind: str = plan_kind(first)
         self.offsets = Offsets().first(self._kind)
         self.noise = Noise()
         self.history = History()
@@ -58,7 +59,7 @@ class Adaptive:
         self._foreseen = False  # a search was asked for because the plan stops fitting
         self._counted = True  # the regret of the last step
         self._ran: dict[str, Plan] = {self._plan_id: first}
-        self._kinds = {self._plan_id: self._kind}  # of the plans that ran and the candidates
+        self._kinds: dict[str, str] = {self._plan_id: self._kind}  # of the plans that ran and the candidates
         self._bars: dict[str, str] | None = None
         self._entries: tuple[Entry, ...] = ()
         self._last: tuple[object, ...] = ()
