@@ -1,7 +1,8 @@
 """8B PPO in the simulated world: Nereus' best plan beside verl and OpenRLHF, by their defaults and tuned, over clusters.
 
-Steady state: the fleet and the lengths stay, so Nereus is its planner's best plan, kept (no controller decides here). What
-the other systems do, and from where that is known, is in nereus/sim/rivals/sources.json. Every figure is simulated.
+Steady state: the fleet and the lengths stay, so Nereus is a plan that stays: the best of its search before the job ran, or
+that on which it settles when measured steps have corrected its cost model (no controller decides here, and what changes
+cost is not counted). What the other systems do, and from where that is known, is in nereus/sim/rivals/sources.json. Every figure is simulated.
 
 Carried out by `nereus experiment run throughput`, drawn by analysis/throughput.py.
 """
@@ -11,21 +12,22 @@ from __future__ import annotations
 from dataclasses import replace
 
 from nereus.cli.models import load_model
-from nereus.config import AlgorithmConfig, DataConfig, FleetConfig
+from nereus.config import AlgorithmConfig, DataConfig
 from nereus.experiment import Run, Scene, System, Workload
 
 NAME = "throughput"
 FLEETS = (
-    *("8xa100", "32xa100", "128xa100", "256xa100"),
+    *("8xa100", "64xa100", "256xa100"),
     *("8xh100", "32xh100", "128xh100", "256xh100"),
-    *("8xh20", "32xh20", "128xh20"),
-    *("16xl40s", "32xl40s", "128xl40s"),
-    *("16xh100,16xa100", "64xh100,64xa100"),
+    *("16xh20", "64xh20"),
+    *("16xl40s", "64xl40s"),
+    "16xh100,16xa100",
 )
 LENGTHS = {"short": (512, 1024, 350.0), "long": (1024, 8192, 2500.0)}
 """Name -> caps of prompts and responses, mean tokens of responses."""
 CONFIGURATIONS: tuple[tuple[System, str], ...] = (
     ("nereus", "best-plan"),
+    ("nereus", "settled-plan"),
     ("verl", "default"),
     ("verl", "tuned"),
     ("openrlhf", "default"),
@@ -50,20 +52,18 @@ def workload(lengths: str) -> Workload:
 
 def variant(system: str, configuration: str, fleet: str, lengths: str) -> str:
     """Such as verl-tuned-32xh100-long."""
-    return f"{system}-{configuration.replace(', ', '_')}-{fleet.replace(',', '+')}-{lengths}"
+    return f"{system}-{configuration.replace(', ', '_')}-{fleet.replace(',', '_')}-{lengths}"
 
 
 def runs() -> tuple[Run, ...]:
     """Every system and configuration on every fleet, with short and with long responses."""
     made: list[Run] = []
     for fleet in FLEETS:
-        slots = sum(int(part.partition("x")[0]) for part in fleet.split(","))
         for lengths, (_, _, mean) in LENGTHS.items():
             run = Run(
                 experiment=NAME,
                 variant="",
                 workload=workload(lengths),
-                fleet=FleetConfig(slots=slots),
                 scene=Scene(fleet=fleet, mean_tokens=mean),
             )
             made += [

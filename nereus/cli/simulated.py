@@ -21,7 +21,7 @@ from nereus.runtime.metrics import MetricsWriter, NoMirror
 from nereus.sim.edges import Delays
 from nereus.sim.play import Moment
 from nereus.sim.rivals.choosing import CONFIGURATIONS, Trial, configured
-from nereus.sim.rivals.planned import best_setup, problem_on
+from nereus.sim.rivals.planned import best_setup, problem_on, settled_setup
 from nereus.sim.rivals.setups import Setup, job_of
 from nereus.sim.rivals.stepping import GENEROUS, SystemTimes, system_row
 from nereus.sim.traces import FleetTrace, LengthCurve, read_trace
@@ -31,8 +31,8 @@ from nereus.sim.world import SimulatedWorld
 from nereus.validate import validate
 from nereus.world import drive
 
-BEST_PLAN = "best-plan"
-"""The policy of Nereus that keeps the best plan of a search that knows no true times."""
+OWN_PLANS = ("best-plan", "settled-plan")
+"""Policies of Nereus that keep a plan: the best of a search that knows no true times, or that on which searches settle."""
 NO_FIT = "does not fit"
 
 
@@ -48,11 +48,11 @@ def simulate_run(run: Run, parent: Path, provenance: Provenance) -> str:
     """Simulates `run` in a new folder of `parent`, and returns a line that says what it came to."""
     if run.scene is None:
         raise ConfigError("scene", None, "expected one: without it a run is real")
-    known = (*POLICIES, BEST_PLAN) if run.system == "nereus" else CONFIGURATIONS
+    known = (*POLICIES, *OWN_PLANS) if run.system == "nereus" else CONFIGURATIONS
     if run.scene.policy not in known:
         raise ConfigError("scene.policy", run.scene.policy, near(run.scene.policy, known))
     with _records(run, parent, provenance) as records:
-        if run.system != "nereus" or run.scene.policy == BEST_PLAN:
+        if run.system != "nereus" or run.scene.policy in OWN_PLANS:
             return _system_run(run, run.scene, records)
         return _world_run(run, run.scene, records)
 
@@ -118,13 +118,16 @@ def _system_run(run: Run, scene: Scene, records: Records) -> str:
 
 
 def system_setup(run: Run, config: Config, fleet: Fleet, workload: SimWorkload) -> Setup | None:
-    """The setup that a run names: the planner's best, a system's defaults, or the best of its grid on the first batch."""
+    """The setup that a run names: the planner's best or settled plan, a system's defaults, or the best of its grid on the first batch."""
     assert run.scene is not None
     exact, job, first = Truth(exact=True), job_of(config), workload.batch(1)
     if run.system == "nereus":
         problem = problem_on(config, fleet, workload.mean_prompt_tokens, workload.mean_at(1))
-        found = best_setup(config, fleet, problem, exact)
-        return found[0] if found is not None else None
+        if run.scene.policy == OWN_PLANS[0]:
+            best = best_setup(config, fleet, problem, exact)
+            return best[0] if best is not None else None
+        settled = settled_setup(config, fleet, problem, Truth(seed=run.seed), workload)
+        return settled[0] if settled is not None else None
     return configured(run.system, run.scene.policy, job, fleet, Trial(job, fleet, exact, first))
 
 

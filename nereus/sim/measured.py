@@ -1,9 +1,10 @@
 """Kernel and collective times by interpolation in measured tables (`nereus/sim/tables`, made by `nereus.sim.derive`).
 
 Interpolation is linear in the logarithms of sizes and times. Beyond a table's largest size times grow in proportion, below
-its smallest they stay. A device without a table takes its relative's, times the ratio of what both would need by
-their data sheets (roofline). Across nodes a collective takes what it takes within one, and what two nodes joined
-by one port were measured to take more, for the bytes and the ports of the nodes at hand.
+its smallest they stay. A device without a table takes its relative's, times the ratio of what both would need at the
+rates that they reach (roofline over nereus.costs.rates, from micro-benchmarks). Across nodes a collective takes what it
+takes within one, and what two nodes joined by one port were measured to take more, for the bytes and the ports of the
+nodes at hand.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from nereus.costs.rates import LIKE
+from nereus.costs.rates import LIKE, rates_of
 from nereus.fleet import DEVICES, Device
 
 Floats = npt.NDArray[np.float64]
@@ -117,9 +118,9 @@ def _ratio(
 
 
 def _roofline(device: Device, flops: Floats | float, moved: Floats | float) -> Floats:
-    return np.maximum(
-        np.asarray(flops) / device.peak_flops_per_second, np.asarray(moved) / device.memory_bytes_per_second
-    )
+    """Seconds at the rates that products reach on a device, which are not the same share of every data sheet."""
+    rates = rates_of(device)
+    return np.maximum(np.asarray(flops) / rates.flops_per_second, np.asarray(moved) / rates.memory_bytes_per_second)
 
 
 @cache
@@ -151,7 +152,7 @@ def decode_attention_seconds(
     """One layer's attention of a decode step over `batch` sequences with so much context each; heads of one rank."""
     like = relative(device)
     grid, factor = _heads_grid("decode", like.name, heads, kv_heads)
-    ratio = like.memory_bytes_per_second / device.memory_bytes_per_second
+    ratio = rates_of(like).cache_bytes_per_second / rates_of(device).cache_bytes_per_second
     return grid.at(batch, context_tokens) * factor * ratio
 
 
@@ -161,7 +162,7 @@ def prefill_attention_seconds(
     """One layer's causal attention over `batch` sequences of so many tokens; longer than the table: by the square."""
     like = relative(device)
     grid, factor = _heads_grid("prefill", like.name, heads, kv_heads)
-    ratio = like.peak_flops_per_second / device.peak_flops_per_second
+    ratio = rates_of(like).attention_flops_per_second / rates_of(device).attention_flops_per_second
     square = np.maximum(np.asarray(tokens, dtype=np.float64) / grid.axes[1][-1], 1.0)  # the grid counts one of the two
     return grid.at(batch, tokens) * square * factor * ratio
 

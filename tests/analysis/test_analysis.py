@@ -15,6 +15,9 @@ from nereus.report.table import read_table, write_table
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = sorted((ROOT / "analysis").glob("*.py"))
+SIMULATED = {"throughput"}
+"""Experiments whose runs are simulated: their tables and figures say so, and measured data is never to be had of them."""
+TAKEN = [script for script in SCRIPTS if script.stem not in SIMULATED]
 MAX_SAMPLE_BYTES = 100_000
 
 
@@ -42,7 +45,7 @@ def test_the_sample_is_small_real_and_says_so(script: Path) -> None:
     table, source = read_table(sample_of(script))
     assert sample_of(script).stat().st_size < MAX_SAMPLE_BYTES
     assert source.sample
-    assert source.measured
+    assert source.measured == (script.stem not in SIMULATED)
     assert set(source.runs) == set(table["run_id"])
     assert all(run.command and run.machine and run.date and run.versions for run in source.runs.values())
     assert sample_of(script).name in (ROOT / "analysis/data/README.md").read_text()
@@ -54,6 +57,7 @@ def test_the_same_sample_gives_the_same_bytes(script: Path, tmp_path: Path) -> N
     assert first.returncode == 0, first.stderr
     assert second.returncode == 0, second.stderr
     assert "SAMPLE DATA" in first.stdout
+    assert ("simulated" in first.stdout) == (script.stem in SIMULATED)
     assert {Path(name).suffix for name in figures(tmp_path / "a")} >= {".png", ".pdf"}
     assert figures(tmp_path / "a") == figures(tmp_path / "b")
 
@@ -67,7 +71,18 @@ def test_a_sample_is_refused_where_measured_data_is_required(script: Path, tmp_p
     assert not (tmp_path / "analysis/figures").exists()
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
+@pytest.mark.parametrize("script", [s for s in SCRIPTS if s.stem in SIMULATED], ids=lambda script: script.stem)
+def test_a_collected_simulation_goes_before_the_sample_and_is_never_measured(script: Path, tmp_path: Path) -> None:
+    table, source = read_table(sample_of(script))
+    write_table(table, dataclasses.replace(source, sample=False), tmp_path / f"runs/{script.stem}/table.parquet")
+    ended = drawn(script, tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    assert "simulated" in ended.stdout
+    assert "SAMPLE DATA" not in ended.stdout
+    assert drawn(script, tmp_path, NEREUS_REQUIRE_MEASURED="1").returncode != 0
+
+
+@pytest.mark.parametrize("script", TAKEN, ids=lambda script: script.stem)
 def test_a_collected_table_goes_before_the_sample(script: Path, tmp_path: Path) -> None:
     table, source = read_table(sample_of(script))
     longer = table.with_columns(

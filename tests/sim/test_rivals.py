@@ -21,7 +21,7 @@ from nereus.sim.rivals import openrlhf, verl
 from nereus.sim.rivals.choosing import Trial, configured
 from nereus.sim.rivals.memory import misfit
 from nereus.sim.rivals.passes import Passes, _by_samples, _by_tokens, _dealt, exposed
-from nereus.sim.rivals.planned import best_setup, problem_on
+from nereus.sim.rivals.planned import ROUNDS, best_setup, problem_on, settled_setup
 from nereus.sim.rivals.setups import Cut, Packing, RlJob, Setup, job_of
 from nereus.sim.rivals.stepping import GENEROUS, PUBLISHED, Handling, SystemTimes
 from nereus.sim.training import StageTimes
@@ -43,7 +43,11 @@ def config(response: int = 1024, prompts: int = 512) -> Config:
 
 
 def batch(response: int = 1024, prompts: int = 512) -> StepSamples:
-    made = SimWorkload(
+    return lengths(response, prompts).batch(1)
+
+
+def lengths(response: int = 1024, prompts: int = 512) -> SimWorkload:
+    return SimWorkload(
         prompts_per_step=prompts,
         samples_per_prompt=1,
         mean_prompt_tokens=300.0,
@@ -51,7 +55,6 @@ def batch(response: int = 1024, prompts: int = 512) -> StepSamples:
         most_response_tokens=response,
         curve=constant(0.4 * response),
     )
-    return made.batch(1)
 
 
 def trial(fleet: Fleet, response: int = 1024, handling: Handling = PUBLISHED) -> tuple[RlJob, Trial]:
@@ -206,6 +209,23 @@ def test_the_planner_never_sees_the_truth_and_its_plan_is_timed_like_the_others(
     assert set(step.phases) == {
         "update_weights", "gen", "reward", "old_log_prob", "ref", "values", "update_critic", "update_actor",
     }  # fmt: skip
+
+
+def test_measured_steps_lead_to_another_plan() -> None:
+    """Long responses on 8 A100: the priors take engines too wide, measured steps correct that."""
+    fleet, job_config = parse_fleet("8xa100"), config(8192, 1024)
+    workload = replace(lengths(8192, 1024), curve=constant(2500.0))
+    problem = problem_on(job_config, fleet, 300.0, 2500.0)
+    first = best_setup(job_config, fleet, problem, EXACT)
+    found = settled_setup(job_config, fleet, problem, EXACT, workload)
+    assert first is not None
+    assert found is not None
+    assert found == settled_setup(job_config, fleet, problem, EXACT, workload)
+    setup, count = found
+    assert 1 < count <= ROUNDS
+    job, samples, even = job_of(job_config), workload.batch(1), np.ones(8)
+    seconds = [SystemTimes(job, s, fleet, EXACT).step(1, samples, even).seconds for s in (setup, first[0])]
+    assert seconds[0] < seconds[1]
 
 
 def test_equal_seeds_take_equal_seconds() -> None:

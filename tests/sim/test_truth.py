@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nereus.costs.rates import rates_of
 from nereus.costs.shape import shape_of
 from nereus.fleet import DEVICES, uniform
 from nereus.layout import first_plan
@@ -70,6 +71,20 @@ def test_every_sample_is_in_one_micro_batch(samples: int, minis: int, replicas: 
     assert np.bincount(found.micro_of).max() <= micro
     assert len(found.group_of) == found.micro_of.max() + 1
     assert found.group_of.max() < found.groups == min(minis, samples) * replicas
+
+
+def test_a_device_without_a_table_is_its_relative_at_the_rates_that_both_reach() -> None:
+    """MI300X: 1,307 TFLOP/s on paper, of which products reach half (hardware table: 668); H100 reaches four fifths of 989."""
+    for name in ("mi300x", "h20"):
+        device = DEVICES[name]
+        reached = rates_of(H100).flops_per_second / rates_of(device).flops_per_second
+        large = float(gemm_seconds(device, 16384, 8192, 8192)) / float(gemm_seconds(H100, 16384, 8192, 8192))
+        assert large == pytest.approx(reached, rel=1e-6)
+        read = rates_of(H100).cache_bytes_per_second / rates_of(device).cache_bytes_per_second
+        sizes = (32, 8, 64, 4096)
+        cached = float(decode_attention_seconds(device, *sizes)) / float(decode_attention_seconds(H100, *sizes))
+        assert cached == pytest.approx(read, rel=1e-6)
+    assert 2 * 16384 * 8192**2 / float(gemm_seconds(DEVICES["mi300x"], 16384, 8192, 8192)) < 700e12
 
 
 def test_experts_are_one_kernel() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from math import ceil
 
 from nereus.costs.footprint import (
@@ -115,6 +116,7 @@ def _packed(job: RlJob, samples: int, tokens: int) -> int:
     return max(tokens, job.longest_tokens) if tokens else samples * job.longest_tokens
 
 
+@lru_cache(maxsize=8192)
 def _state(shape: Shape, cut: Cut) -> dict[str, float]:
     """The fullest rank's weights, gradients, masters and moments on the slot."""
     layout = _layout(shape, cut)
@@ -138,6 +140,7 @@ def _state(shape: Shape, cut: Cut) -> dict[str, float]:
     return kept
 
 
+@lru_cache(maxsize=8192)
 def _resident(shape: Shape, cut: Cut) -> float:
     """What a model leaves on its slots between its phases; gradients are freed."""
     state = _state(shape, cut)
@@ -164,6 +167,7 @@ def _offloaded(shape: Shape, cut: Cut) -> float:
     return state + (2.0 * owned if cut.offload == "all" else 0.0)
 
 
+@lru_cache(maxsize=8192)
 def _training(job: RlJob, shape: Shape, cut: Cut) -> dict[str, float]:
     layout = _layout(shape, cut)
     tokens = _packed(job, cut.packing.samples, cut.packing.tokens)
@@ -178,6 +182,7 @@ def _training(job: RlJob, shape: Shape, cut: Cut) -> dict[str, float]:
     return {**_state(shape, cut), **worst, "communicators": float(COMMUNICATOR_BYTES)}
 
 
+@lru_cache(maxsize=8192)
 def _inference(job: RlJob, shape: Shape, cut: Cut) -> dict[str, float]:
     layout = _layout(shape, cut)
     tokens = ceil(_packed(job, cut.packing.forward_samples, cut.packing.forward_tokens) / layout.cp)

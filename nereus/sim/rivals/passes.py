@@ -17,7 +17,7 @@ from nereus.costs.shape import Shape
 from nereus.fleet import Device, Fleet
 from nereus.layout import Layout, StagePlan, equal_shares
 from nereus.sim.measured import collective_seconds
-from nereus.sim.rivals.setups import Cut, Packing
+from nereus.sim.rivals.setups import Cut, Offload, Packing
 from nereus.sim.training import (
     BACKWARD_PRODUCTS,
     HIDING_SHARE,
@@ -68,7 +68,7 @@ class Passes(StageTimes):
             layout=layout,
             slots=cut.slots[: layout.ranks],
             shares=equal_shares(samples // minis, cut.dp),
-            micro_batch=max(cut.packing.samples, 1),
+            micro_batch=samples,  # what the plain passes would take; these make their own micro-batches
         )
         super().__init__(shape, stage, fleet, samples, minis)
 
@@ -97,9 +97,9 @@ class Passes(StageTimes):
         updates = self.mini_batches * (self._shown_exchange(last) + self._optimizer_seconds) * slow
         return epochs * (passes + updates)
 
-    def moved_seconds(self, *, trains: bool) -> float:
+    def moved_seconds(self, offload: Offload, *, trains: bool) -> float:
         """What a phase brings from host memory before it, and after training takes back."""
-        weights, state = self.cut.offload == "all", self.cut.offload != "nothing"
+        weights, state = offload == "all", offload != "nothing"
         once = self.host_seconds(weights=weights, optimizer=state and trains)
         return 2 * once if trains else once
 

@@ -6,22 +6,37 @@ from dataclasses import replace
 from math import ceil
 
 from nereus.config import Config
+from nereus.costs.calibrate import observe, start
+from nereus.costs.coefficients import prior_for
 from nereus.costs.generation import lognormal_lengths
 from nereus.fleet import Fleet
 from nereus.layout import STAGES
 from nereus.planning.bytes import DeviceMemory
-from nereus.planning.evaluate import Problem, engine_cache_bytes
-from nereus.planning.ground import Terrain
+from nereus.planning.evaluate import Problem, engine_cache_bytes, evaluate
+from nereus.planning.ground import TERMS, Terrain
 from nereus.planning.job import Job, language_model, scalar_model
 from nereus.planning.plan import GlobalPlan, StageChoice
 from nereus.planning.search import SearchResult, search
 from nereus.planning.slots import runtime_plan
 from nereus.planning.space import Space
 from nereus.sim.changes import sync_seconds
-from nereus.sim.rivals.setups import Cut, Engines, Packing, Setup
+from nereus.sim.rivals.setups import Cut, Engines, Packing, Setup, job_of
+from nereus.sim.rivals.stepping import SystemTimes
 from nereus.sim.truth import Truth
+from nereus.sim.workload import SimWorkload
 
-TOP_COUNT = 1
+TOP_COUNT, ROUNDS = 1, 8
+MEASURED_AS = {
+    "update_weights": "update_weights",
+    "generate": "gen",
+    "forward_actor": "old_log_prob",
+    "forward_reference": "ref",
+    "forward_critic": "values",
+    "update_critic": "update_critic",
+    "update_actor": "update_actor",
+    "framework": "reward",
+}
+"""The planner's phases under verl's names."""
 SPACE = Space(shardings=("optimizer",))
 """What Megatron-core trains: weights whole on each rank of a layout, optimizer state shared out."""
 
@@ -51,6 +66,33 @@ def best_setup(config: Config, fleet: Fleet, problem: Problem, truth: Truth) -> 
     if found.best is None:
         return None
     return setup_of(config, fleet, problem, found.best.plan, truth), found
+
+
+def settled_setup(
+    config: Config, fleet: Fleet, problem: Problem, truth: Truth, workload: SimWorkload
+) -> tuple[Setup, int] | None:
+    """The plan that Nereus settles on in a running job, and how many it ran; None where nothing fits.
+
+    Each plan runs a step; its phases, as measured, correct the beliefs, and the search goes on from them until it names a
+    plan that has run, at most ROUNDS times. The fastest as measured stays. What changes of plan cost is not counted.
+    """
+    job, tried = job_of(config), dict[GlobalPlan, tuple[float, Setup]]()
+    beliefs = {name: start(prior_for(TERMS, name, kind="rl")) for name in {d.name for d in fleet.device_of.values()}}
+    slowness = truth.slowness(max(fleet.slots) + 1)
+    for turn in range(1, ROUNDS + 1):
+        known = replace(problem, terrain=replace(problem.terrain, beliefs=beliefs))
+        found = search(known, space=SPACE, top_count=TOP_COUNT).best
+        if found is None or found.plan in tried:
+            break
+        setup = setup_of(config, fleet, known, found.plan, truth)
+        done = SystemTimes(job, setup, fleet, truth).step(turn, workload.batch(turn), slowness)
+        tried[found.plan] = (done.seconds, setup)
+        for phase in evaluate(known, found.plan).phases:
+            for device in known.terrain.ground(found.plan.pools[phase.pool]).devices:
+                beliefs[device] = observe(beliefs[device], phase.terms, done.phases[MEASURED_AS[phase.phase]])
+    if not tried:
+        return None
+    return min(tried.values(), key=lambda each: each[0])[1].named("settled plan"), len(tried)
 
 
 def setup_of(config: Config, fleet: Fleet, problem: Problem, plan: GlobalPlan, truth: Truth) -> Setup:

@@ -104,12 +104,14 @@ class SystemTimes:
         def passes(shape: Shape | None, cut: Cut | None, *, trains: bool) -> Passes | None:
             if shape is None or cut is None:
                 return None
-            return Passes(shape, cut, fleet, job.samples, job.mini_batches, trains=trains)
+            return Passes(shape, replace(cut, offload="nothing"), fleet, job.samples, job.mini_batches, trains=trains)
 
-        self.actor = self._part(("actor", setup.actor), lambda: passes(job.actor, setup.actor, trains=True))
-        self.critic = self._part(("critic", setup.critic), lambda: passes(job.critic, setup.critic, trains=True))
+        self.actor = self._part(("actor", _alike(setup.actor)), lambda: passes(job.actor, setup.actor, trains=True))
+        self.critic = self._part(
+            ("critic", _alike(setup.critic)), lambda: passes(job.critic, setup.critic, trains=True)
+        )
         self.reference = self._part(
-            ("reference", setup.reference), lambda: passes(job.reference, setup.reference, trains=False)
+            ("reference", _alike(setup.reference)), lambda: passes(job.reference, setup.reference, trains=False)
         )
         self.engines = self._part(("engines", setup.engines), lambda: EngineTimes(job, setup.engines, fleet, truth))
         self.sync_seconds = self._sync()
@@ -151,14 +153,14 @@ class SystemTimes:
         """Seconds of a model's forward pass, and of its training if it has that phase."""
         if cut is None or passes is None:
             return {}
-        alike = replace(cut, offload="nothing")
+        alike = _alike(cut)
         forward = self._part(("forward", name, alike), lambda: passes.forward_seconds(tokens, slowness))
-        found = {phases[0]: forward + passes.moved_seconds(trains=False)}
+        found = {phases[0]: forward + passes.moved_seconds(cut.offload, trains=False)}
         if len(phases) > 1:
             trained = self._part(
                 ("train", name, alike), lambda: passes.training_seconds(tokens, slowness, self.job.epochs)
             )
-            found[phases[1]] = trained + passes.moved_seconds(trains=True)
+            found[phases[1]] = trained + passes.moved_seconds(cut.offload, trains=True)
         return found
 
     def _whole(self, found: Mapping[str, float]) -> float:
@@ -211,6 +213,11 @@ class SystemTimes:
             rate = device.link_bytes_per_second if len(nodes) == 1 else device.nic_bytes_per_second
             wire = whole / (self.truth.link_share * rate)
         return wire + tensors * self.handling.tensor_call_seconds
+
+
+def _alike(cut: Cut | None) -> Cut | None:
+    """What cuts that differ in offload alone have in common."""
+    return None if cut is None else replace(cut, offload="nothing")
 
 
 def system_row(step: int, samples: StepSamples, done: Step, setup: Setup, slots: int) -> dict[str, float]:

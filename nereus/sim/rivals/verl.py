@@ -119,13 +119,17 @@ def grid(job: RlJob, fleet: Fleet) -> Iterator[Setup]:
     slots = fleet.slots
     for cuts in _trained(job, slots):
         for tp in TENSOR_PARALLEL:
-            if len(slots) % tp or (tp > job.actor.kv_heads and tp > 8):
+            if len(slots) % tp:
                 continue
             for share in MEMORY_SHARES:
                 made = setup_of("tuned", cuts, engines_of(slots, tp, share, TUNED_SEQUENCES))
-                if refusal(job, made, len(slots)) is None and misfit(job, made, fleet) is None:
-                    yield made
+                if refusal(job, made, len(slots)) is not None:
                     break
+                reason = misfit(job, made, fleet)
+                if reason is None:
+                    yield made
+                if reason is None or not reason.startswith("generation"):
+                    break  # with less memory for engines nothing else fits either
 
 
 def _trained(job: RlJob, slots: Sequence[int]) -> Iterator[tuple[Cut, Cut | None, Cut | None]]:
