@@ -72,7 +72,7 @@ def keep(path: Path, value: Any) -> None:
     partial.replace(path)
 
 
-def static_table(bench: Bench, segments: tuple[Segment, ...], steps: int, folder: Path) -> Seconds:
+def static_table(bench: Bench, segments: tuple[Segment, ...], options: argparse.Namespace, folder: Path) -> Seconds:
     """Seconds of the static plans under each condition; a condition that comes again is measured once."""
     found: Seconds = {}
     known: dict[tuple[int, int], str] = {}
@@ -83,10 +83,10 @@ def static_table(bench: Bench, segments: tuple[Segment, ...], steps: int, folder
             continue
         known[condition] = each.name
         path = folder / f"static-{each.slots}-{each.slow}.json"
-        names = [name for name, plan in PLANS.items() if runs_on(plan, each.slots)]
+        names = [name for name, plan in PLANS.items() if runs_on(plan, each.slots) and name in options.plans]
         if (plans := kept(path)) is None:
             started = time.monotonic()
-            plans = static_steps(bench, each, names, steps)
+            plans = static_steps(bench, each, names, options.static_steps)
             if bench.signal.requested:
                 raise Stopped
             keep(path, plans)
@@ -132,6 +132,9 @@ def options_of(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--steps", type=int, default=30, help="steps of a run")
     parser.add_argument("--static-steps", type=int, default=4, help="steps of a static plan under each condition")
+    parser.add_argument(
+        "--plans", nargs="+", default=tuple(PLANS), choices=tuple(PLANS), help="static plans to measure"
+    )
     return parser.parse_args(arguments)
 
 
@@ -156,7 +159,7 @@ def main(arguments: list[str]) -> int:
                 f"four slots, {share}, {os.cpu_count()} cores; seeds 1 to {options.repeats}, prompts the same in all runs"
             )
             bench = Bench(pool=pool, cores=cores, throttle=throttle, signal=signal, folder=folder / "runs")
-            static = static_table(bench, segments, options.static_steps, folder)
+            static = static_table(bench, segments, options, folder)
             rows = static_rows(segments, static)
             counts = segment_steps(segments, options.steps)
             for line in static_text(segments, rows, options.steps):
