@@ -31,7 +31,8 @@ EXPERIMENTS, RUNS, TABLE = Path("experiments"), Path("runs"), "table.parquet"
 ACTIONS = ("list", "run", "status", "collect")
 OVERRIDABLE = ("model", "data", "rollout", "algorithm", "warmup", "fleet", "plan")  # the sections that a Run has
 DONE = 0
-SIMULATED_ENDS = ("done", "stands still", "does not fit")  # a fleet that never comes back; no configuration that runs
+SIMULATED_ENDS = ("done", "stands still", "does not fit", "out of memory")
+"""A fleet that never comes back; no configuration that runs; a plan that overflows again and again."""
 
 RunJob = Callable[[Config, RunFolder, Display, StopSignal, Path | None], None]
 

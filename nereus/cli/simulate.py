@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
 
-POLICIES = ("script", "fixed", "dp-scaling", "dp-scaling-any", "restart")
+COMPARED = ("nereus", "dp-scaling", "dp-scaling-any", "restart", "fixed")
+ABLATIONS = ("nereus-uncalibrated", "nereus-unpriced", "nereus-hasty", "nereus-restart")
+POLICIES = ("script", *COMPARED, *ABLATIONS)
 
 
 def add_simulate(parser: ArgumentParser) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from nereus.cli.folder import create_run_folder
 from nereus.cli.simulate import POLICIES
-from nereus.cli.simulation import controller_for, fleet_of, starting_plan, workload_of
+from nereus.cli.simulation import commander_of, fleet_of, starting_plan, workload_of
 from nereus.config import Config
 from nereus.errors import ConfigError, near
 from nereus.experiment import Run, Scene
@@ -88,7 +88,7 @@ def _world_run(run: Run, scene: Scene, records: Records) -> str:
         renumbered=scene.policy == "script",
         delays=Delays(notice_seconds=scene.notice_seconds),
     )
-    drive(controller_for(scene.policy, config, plan, world.fleet), world)
+    drive(commander_of(scene.policy, config, plan, world, records.journal), world)
     still = ", then stands still" if world.stands_still else ""
     return f"simulated {world.steps_done} steps in {world.env.now:,.0f} s{still}"
 

@@ -5,18 +5,17 @@ from __future__ import annotations
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from nereus.cli.folder import create_run_folder
 from nereus.cli.load import load_config
-from nereus.cli.simulate import POLICIES
+from nereus.cli.simulate import COMPARED, POLICIES
 from nereus.config import Config, DataConfig
-from nereus.control.controller import AdaptiveController
-from nereus.control.policies import DpScaling, Fixed, RulePolicy, with_dp
+from nereus.control.outset import VARIANTS, fleet_controller
+from nereus.control.policies import with_dp
 from nereus.control.records import plan_slots
 from nereus.controller import Controller
 from nereus.errors import ConfigError, InfeasiblePlan, near
@@ -27,20 +26,16 @@ from nereus.report.display import Display, QuietDisplay, open_display
 from nereus.runtime.journal import Journal
 from nereus.runtime.metrics import MetricsWriter, NoMirror
 from nereus.sim.edges import Delays
-from nereus.sim.play import Moment, play, steady
+from nereus.sim.play import Moment, inventory_of, play, steady
+from nereus.sim.searching import FleetSearcher
+from nereus.sim.told import Told
 from nereus.sim.traces import FleetTrace, LengthCurve, read_trace
 from nereus.sim.truth import Truth
 from nereus.sim.workload import SimWorkload, constant
 from nereus.sim.world import SimulatedWorld
 from nereus.validate import validate
-from nereus.world import drive
+from nereus.world import Commander, drive
 
-RULES: Mapping[str, Callable[[Plan], RulePolicy]] = {
-    "fixed": lambda _: Fixed(),
-    "dp-scaling": lambda plan: DpScaling(plan, divisible=True),
-    "dp-scaling-any": lambda plan: DpScaling(plan, divisible=False),
-    "restart": lambda plan: DpScaling(plan, divisible=True, by_restart=True),
-}
 MEAN_PROMPT_SHARE = 0.3
 MEAN_RESPONSE_SHARE = 0.25
 """Without a curve prompts and responses are so much of their caps on average."""
@@ -71,7 +66,7 @@ def simulate(arguments: Namespace) -> int:
         raise ConfigError("CONFIG", words[:1], "expected a configuration first, such as experiments/traces/ppo_8b.yaml")
     config = load_config(Path(words[0]), words[1:])
     validate(config)
-    names = list(RULES) if arguments.compare else str(arguments.policy).split(",")
+    names = list(COMPARED) if arguments.compare else str(arguments.policy).split(",")
     for name in names:
         if name not in POLICIES:
             raise ConfigError("--policy", name, near(name, POLICIES))
@@ -110,17 +105,28 @@ def _one(arguments: Namespace, config: Config, policy: str, *, several: bool) ->
             renumbered=policy == "script",
             delays=Delays(notice_seconds=arguments.notice_seconds),
         )
-        drive(controller_for(policy, config, plan, world.fleet), world)
+        drive(commander_of(policy, config, plan, world, journal), world)
     if several:
         print(f"{policy}: {folder.path}", flush=True)
     return outcome(policy, folder.path, world, time.monotonic() - began)
 
 
-def controller_for(policy: str, config: Config, plan: Plan, fleet: Fleet) -> Any:
-    """The controller of a policy."""
+def commander_of(policy: str, config: Config, plan: Plan, world: SimulatedWorld, journal: Journal) -> Commander:
+    """The controller of a policy, as the world speaks with it."""
     if policy == "script":
         return Controller(config)
-    return AdaptiveController(plan=plan, fleet=fleet, last_step=config.run.steps, policy=RULES[policy](plan))
+    inventory = inventory_of(world.moments)
+    controller = fleet_controller(policy, config, plan, world.fleet, inventory)
+    if policy in VARIANTS:
+        world.searcher = FleetSearcher(
+            changes=world.changes,
+            journal=journal,
+            outlook=lambda: controller.policy.outlook,  # type: ignore[attr-defined]  # Adaptive's
+            fleet=lambda: world.fleet,
+            free=not VARIANTS[policy].priced,
+            by_restart=not VARIANTS[policy].live,
+        )
+    return Told(controller=controller, journal=journal, policy=policy, inventory=inventory)
 
 
 def fleet_of(fleet: str, trace: FleetTrace | None, device: str, truth: Truth) -> tuple[Moment, ...]:

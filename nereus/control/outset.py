@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
 from nereus.config import Config
 from nereus.control.adaptive import Adaptive
+from nereus.control.admission import Caution
 from nereus.control.controller import AdaptiveController
+from nereus.control.fleet_outlook import FleetOutlook
 from nereus.control.outlook import JobOutlook
-from nereus.control.policies import DpScaling, Fixed, Policy
+from nereus.control.policies import DpScaling, Fixed, Policy, RulePolicy
 from nereus.control.records import Switches
-from nereus.errors import ConfigError
+from nereus.errors import ConfigError, near
 from nereus.fleet import Fleet
 from nereus.layout import Plan
 from nereus.observe import Observed
@@ -36,12 +41,78 @@ def controller_of(config: Config, plan: Plan, fleet: Fleet, state: Observed) -> 
         fleet=fleet,
         last_step=config.run.steps,
         policy=policy_of(config, plan, state),
-        switches=Switches(
-            freeze=wanted.freeze,
-            max_transitions_count=wanted.max_transitions,
-            allow=wanted.plans.allow,
-            deny=wanted.plans.deny,
-            dry_run=wanted.dry_run,
-        ),
+        switches=switches_of(config),
+        search_budget_count=wanted.search_nodes,
+    )
+
+
+def switches_of(config: Config) -> Switches:
+    """How the configuration holds the controller back."""
+    wanted = config.nereus
+    return Switches(
+        freeze=wanted.freeze,
+        max_transitions_count=wanted.max_transitions,
+        allow=wanted.plans.allow,
+        deny=wanted.plans.deny,
+        dry_run=wanted.dry_run,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Variant:
+    """A policy of a fleet of GPUs. Of `nereus`: what is left out of it, to see what it is worth.
+
+    `learns`: coefficients follow the job. `priced`: changes cost what their graphs say, else nothing. `patient`: a change
+    waits for regret, evidence and probation. `live`: changes are transitions, else each a restart.
+    """
+
+    learns: bool = True
+    priced: bool = True
+    patient: bool = True
+    live: bool = True
+
+
+VARIANTS: Mapping[str, Variant] = {
+    "nereus": Variant(),
+    "nereus-uncalibrated": Variant(learns=False),
+    "nereus-unpriced": Variant(priced=False),
+    "nereus-hasty": Variant(patient=False),
+    "nereus-restart": Variant(live=False),
+}
+HASTY = Caution(caution_ratio=0.0, trust_share=1e-9, least_steps=1, probation_steps=1, evidence_share=1e9)
+"""Whatever is expected to be better by its mean is taken at once."""
+
+
+def fleet_policy(policy: str, config: Config, plan: Plan, inventory: Fleet) -> Policy:
+    """A policy on a fleet of GPUs by its name. ConfigError for a name without one."""
+    variant = VARIANTS.get(policy)
+    if variant is not None:
+        outlook = FleetOutlook(config=config, inventory=inventory, plans={plan.plan_id: plan}, learns=variant.learns)
+        made = Adaptive(outlook, plan, None if variant.patient else HASTY)
+        made.name, made.by_restart = policy, not variant.live
+        return made
+    if policy in RULES:
+        return RULES[policy](plan)
+    raise ConfigError("--policy", policy, near(policy, (*VARIANTS, *RULES)))
+
+
+RULES: Mapping[str, Callable[[Plan], RulePolicy]] = {
+    "fixed": lambda _: Fixed(),
+    "dp-scaling": lambda plan: DpScaling(plan, divisible=True),
+    "dp-scaling-any": lambda plan: DpScaling(plan, divisible=False),
+    "restart": lambda plan: DpScaling(plan, divisible=True, by_restart=True),
+}
+"""Policies that follow a fleet by a rule."""
+
+
+def fleet_controller(policy: str, config: Config, plan: Plan, fleet: Fleet, inventory: Fleet) -> AdaptiveController:
+    """The controller of a run on a fleet of GPUs as it begins; `inventory` are all nodes that it may ever have."""
+    wanted = config.nereus
+    return AdaptiveController(
+        plan=plan,
+        fleet=fleet,
+        last_step=config.run.steps,
+        policy=fleet_policy(policy, config, plan, inventory),
+        switches=switches_of(config),
         search_budget_count=wanted.search_nodes,
     )

@@ -23,8 +23,12 @@ class Deciding:
 
 
 def deciding(events: Sequence[Event]) -> Deciding | None:
-    """What the journal says of it; None where no controller decided. Of a part that did not end, what its steps had told."""
-    if not any(event.get("kind") == "control_started" for event in events):
+    """What the journal says of it; None where no controller decided, or simulated time passed meanwhile.
+
+    Of a part that did not end, what its steps had told.
+    """
+    started = [event for event in events if event.get("kind") == "control_started"]
+    if not started or "inventory" in started[0]:
         return None
     searches = [event for event in events if event.get("kind") == "search_done"]
     return Deciding(

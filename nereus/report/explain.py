@@ -11,8 +11,11 @@ from statistics import mean
 from typing import Any
 
 from nereus.config import Config
-from nereus.control.written import CLASS, plan_of
+from nereus.control.fleet_outlook import FleetOutlook
+from nereus.control.outlook import StepObserved
+from nereus.control.written import CLASS, event_of, fleet_of, plan_of
 from nereus.errors import JournalError
+from nereus.fleet import Fleet
 from nereus.layout import Plan
 from nereus.memory import plan_peaks
 from nereus.report.deciding import Deciding, deciding, deciding_lines
@@ -96,6 +99,7 @@ def explained(records: Sequence[Record]) -> Explanation:
     asked: dict[int, Record] = {}
     told: dict[int, Record] = {}
     done: list[Record] = []
+    inventory: Fleet | None = None
     for index, record in enumerate(records):
         kind = record["kind"]
         if kind in ("run_started", "resumed"):
@@ -103,6 +107,7 @@ def explained(records: Sequence[Record]) -> Explanation:
         elif kind == "control_started":
             first = plan_of(record["plan"])
             plans[first.plan_id] = first
+            inventory = fleet_of(record["inventory"]) if "inventory" in record else None
         elif kind == "told" and record["event"][CLASS] == "SearchDone":
             told[record["event"]["search_id"]] = record["event"]
             plans |= {each["plan_id"]: plan_of(each["plan"]) for each in record["event"]["candidates"]}
@@ -126,11 +131,25 @@ def explained(records: Sequence[Record]) -> Explanation:
     return Explanation(
         config=config,
         plans=plans,
-        peak_bytes={name: max(peak.total_bytes for peak in plan_peaks(config, plan)) for name, plan in plans.items()},
+        peak_bytes=_peaks(config, plans, inventory, records),
         decisions=tuple(decisions),
         deciding=deciding(records),
         training_seconds=seconds_of_training(records),
     )
+
+
+def _peaks(
+    config: Config, plans: Mapping[str, Plan], inventory: Fleet | None, records: Sequence[Record]
+) -> dict[str, int]:
+    """Plan -> predicted peak of its fullest slot without margin; on a simulated fleet with the lengths of its last step."""
+    if inventory is None:
+        return {name: max(peak.total_bytes for peak in plan_peaks(config, plan)) for name, plan in plans.items()}
+    steps = (r["event"] for r in reversed(records) if r["kind"] == "told" and r["event"][CLASS] == "StepObserved")
+    last = next((event_of(each) for each in steps), None)
+    outlook = FleetOutlook(config=config, inventory=inventory, plans=plans, learns=False)
+    if isinstance(last, StepObserved):
+        outlook = outlook.observe(last, last.plan_id, ratio=1.0, noise_share=0.0)
+    return {name: outlook.peak_bytes(name) for name in plans}
 
 
 def _outcome(later: Sequence[Record], entry: Record) -> Outcome | None:
@@ -222,7 +241,8 @@ def facts(explanation: Explanation, one: Explained) -> Iterator[tuple[str, str]]
     if one.asked is not None:
         found = one.search
         took = f": {found['evaluated_count']:,} nodes, {found['priced_count']} graphs" if found else ""
-        beside = f", {found['processor_seconds']:.2f} s of processor beside the job" if found else ""
+        spent = (found or {}).get("processor_seconds")
+        beside = "" if spent is None else f", {spent:.2f} s of processor beside the job"
         yield f"search {one.asked['search_id']}", f"{one.asked['request']['reason']}{took}{beside}"
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from nereus.config import Config
 from nereus.control.controller import AdaptiveController, Record
-from nereus.control.outset import controller_of
+from nereus.control.outset import controller_of, fleet_controller
 from nereus.control.written import event_of, fleet_of, plan_of, written
 from nereus.errors import InvalidEvent, JournalError
 from nereus.observe import fold
@@ -63,7 +63,11 @@ def made_again(records: Journal) -> list[Made]:
                 if config is None:
                     raise JournalError("the journal has no run_started before control_started")
                 plan, fleet = plan_of(record["plan"]), fleet_of(record["fleet"])
-                controller = controller_of(config, plan, fleet, fold(records[:index]))
+                if "inventory" in record:  # a simulated fleet
+                    inventory = fleet_of(record["inventory"])
+                    controller = fleet_controller(record["policy"], config, plan, fleet, inventory)
+                else:
+                    controller = controller_of(config, plan, fleet, fold(records[:index]))
             case "told":
                 if controller is None:
                     raise JournalError(f"line {record['seq']}: an event was told before any control_started")

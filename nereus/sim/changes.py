@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 
-from nereus.config import Config
+from nereus.config import Config, ModelConfig
 from nereus.fleet import Fleet
 from nereus.layout import Plan, StagePlan
 from nereus.model import ModelSpec, models_of
@@ -60,7 +61,6 @@ def change_between(
     holders: frozenset[int] | None = None,
 ) -> SimChange:
     """The change on the slots of `fleet`, of which `holders` (all) have their state. Infeasible where no mode fits."""
-    specs = models_of(config.model)
     living = set(fleet.slots) if holders is None else set(holders)
     changed = [
         name
@@ -69,17 +69,17 @@ def change_between(
         and (not same_cut(getattr(before, name), stage) or not living.issuperset(getattr(before, name).slots))
     ]
     restart = restarts_generation(before, after) or not living.issuperset(before.actor_generate.slots)
-    tables = {name: _held(specs, getattr(before, name), living) for name in changed}
+    tables = {name: _held(config.model, getattr(before, name), living) for name in changed}
     missing = tuple(name for name, table in tables.items() if any(not len(slots) for slots in table.sets))
     if missing or not (changed or restart):
         return SimChange(graph=None, moved_bytes=0, missing=missing)
     if not changed:
         change, moved = _empty(fleet), 0
     else:
-        report = _report(specs, before, after, changed, fleet, list(tables.values()))
+        report = _report(config.model, before, after, changed, fleet, list(tables.values()))
         change = change_of(report, mode="beside", reserve_bytes=0, engine_seconds=0.0)
         moved = int(report.routes.row_bytes.sum())
-    change = _completed(config, specs, change, before, after, changed, fleet, engine_seconds, living, restart=restart)
+    change = _completed(config, change, before, after, changed, fleet, engine_seconds, living, restart=restart)
     try:
         graph = assemble(change, durations)
     except Infeasible:
@@ -87,9 +87,27 @@ def change_between(
     return SimChange(graph=graph, moved_bytes=moved, missing=())
 
 
-def _held(specs: Mapping[str, ModelSpec], stage: StagePlan, living: set[int]) -> BoxTable:
+@lru_cache(maxsize=4)
+def _specs(config: ModelConfig) -> dict[str, ModelSpec]:
+    return models_of(config)
+
+
+@lru_cache(maxsize=24)
+def _table(config: ModelConfig, stage: StagePlan) -> BoxTable:
+    """What a stage's slots hold; the same stages come back in change after change."""
+    return of_stage(_specs(config)[stage.model], stage)
+
+
+@lru_cache(maxsize=128)
+def _slot_bytes(config: ModelConfig, stage: StagePlan) -> dict[int, int]:
+    """Bytes that each slot of a stage holds."""
+    held = held_by_slot(_table(config, stage), max(stage.slots) + 1)
+    return {slot: int(held[slot]) for slot in stage.slots}
+
+
+def _held(config: ModelConfig, stage: StagePlan, living: set[int]) -> BoxTable:
     """What a stage's living slots hold."""
-    table = of_stage(specs[stage.model], stage)
+    table = _table(config, replace(stage, shares=(), micro_batch=0))
     if living.issuperset(stage.slots):
         return table
     kept = tuple(np.array([slot for slot in slots.tolist() if slot in living], dtype=np.int64) for slots in table.sets)
@@ -97,7 +115,7 @@ def _held(specs: Mapping[str, ModelSpec], stage: StagePlan, living: set[int]) ->
 
 
 def _report(
-    specs: Mapping[str, ModelSpec],
+    config: ModelConfig,
     before: Plan,
     after: Plan,
     changed: list[str],
@@ -106,7 +124,7 @@ def _report(
 ) -> MovementReport:
     """As much of a report as a Change is made from."""
     stages = tuple(PlacedStage(name=name, before=getattr(before, name), after=getattr(after, name)) for name in changed)
-    target = joined([of_stage(specs[stage.after.model], stage.after) for stage in stages])
+    target = joined([_table(config, replace(stage.after, shares=(), micro_batch=0)) for stage in stages])
     found = routes(streams(joined(present), target), np.arange(len(fleet.node_of), dtype=np.int64), fleet)
     return MovementReport(
         fleet=fleet,
@@ -141,7 +159,6 @@ def _empty(fleet: Fleet) -> Change:
 
 def _completed(
     config: Config,
-    specs: Mapping[str, ModelSpec],
     change: Change,
     before: Plan,
     after: Plan,
@@ -166,14 +183,14 @@ def _completed(
         emus.append(
             EmuChange(emu=GENERATION, idle=True, old_groups=1, new_groups=1, engine_seconds=engine_seconds["generate"])
         )
-        old, new = (_engine_bytes(config, specs, p, s) for p, s in ((before, living), (after, set(fleet.slots))))
+        old, new = (_engine_bytes(config, p, s) for p, s in ((before, living), (after, set(fleet.slots))))
         residencies += [
             Residency(
                 emu=GENERATION, lane=slot, blank_present_bytes=old.get(slot, 0), blank_target_bytes=new.get(slot, 0)
             )
             for slot in sorted({*old, *new})
         ]
-    standing = _standing(config, specs, before, changed, living, restart=restart)
+    standing = _standing(config, before, changed, living, restart=restart)
     other = {slot: standing[slot] for slot in fleet.slots}
     used = dict(other)
     for r in residencies:
@@ -193,7 +210,6 @@ def _completed(
 
 def _standing(
     config: Config,
-    specs: Mapping[str, ModelSpec],
     before: Plan,
     changed: list[str],
     living: set[int],
@@ -206,21 +222,21 @@ def _standing(
         if name in changed or (stage.stage == "generate" and restart):
             continue
         if stage.stage == "generate":
-            own = _engine_bytes(config, specs, before, living)
+            own = _engine_bytes(config, before, living)
         else:
-            held = held_by_slot(of_stage(specs[stage.model], stage), max(stage.slots) + 1)
-            own = {slot: int(held[slot]) for slot in stage.slots if slot in living}
+            held = _slot_bytes(config.model, replace(stage, shares=(), micro_batch=0))
+            own = {slot: size for slot, size in held.items() if slot in living}
         for slot, size in own.items():
             standing[slot] += size
     return standing
 
 
-def _engine_bytes(config: Config, specs: Mapping[str, ModelSpec], plan: Plan, living: set[int]) -> dict[int, int]:
+def _engine_bytes(config: Config, plan: Plan, living: set[int]) -> dict[int, int]:
     """What an engine takes on each living slot of generation: weights and cache."""
     stage = plan.actor_generate
-    held = held_by_slot(of_stage(specs["actor"], stage), max(stage.slots) + 1)
+    held = _slot_bytes(config.model, replace(stage, shares=(), micro_batch=0))
     cache = config.rollout.kv_cache_bytes
-    return {slot: ENGINE_COPIES * int(held[slot]) + cache for slot in stage.slots if slot in living}
+    return {slot: ENGINE_COPIES * size + cache for slot, size in held.items() if slot in living}
 
 
 def _through_hosts(change: Change, fleet: Fleet) -> Change:
@@ -233,11 +249,12 @@ def _through_hosts(change: Change, fleet: Fleet) -> Change:
 
 def sync_seconds(config: Config, plan: Plan, fleet: Fleet, link_share: float, tensor_seconds: float) -> float:
     """A weight sync of one step: its busiest port, and what handing over each tensor takes."""
-    spec = models_of(config.model)["actor"]
-    weights = replace(plan.actor_train, stage="infer")
+    spec = _specs(config.model)["actor"]
+    weights = replace(plan.actor_train, stage="infer", shares=(), micro_batch=0)
+    generate = replace(plan.actor_generate, shares=(), micro_batch=0)
     rename = {emu_name(plan.actor_generate): emu_name(weights)}
     found: Routes = routes(
-        streams(of_stage(spec, weights), of_stage(spec, plan.actor_generate), rename),
+        streams(_table(config.model, weights), _table(config.model, generate), rename),
         np.arange(len(fleet.node_of), dtype=np.int64),
         fleet,
     )

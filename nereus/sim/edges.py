@@ -6,8 +6,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from nereus.config import Config
 from nereus.control.records import Search, SearchDone
+from nereus.costs.shape import shape_of
 from nereus.events import ChangePlan
+from nereus.fleet import Fleet
+from nereus.layout import Plan
 from nereus.sim.changes import SimChange
 from nereus.sim.transit import Transit
 
@@ -44,6 +48,16 @@ class Shown(Protocol):
         ...
 
 
+STATE_BYTES = 18.0
+"""Of a checkpoint, for each parameter of actor and critic: weights, masters, moments."""
+
+
+def state_bytes(config: Config) -> float:
+    """The job's state in a checkpoint."""
+    models = 2.0 if config.algorithm.adv_estimator == "gae" else 1.0
+    return STATE_BYTES * models * shape_of(config.model).parameters_count
+
+
 Searcher = Callable[[Search, float], SearchDone]
 
 
@@ -57,13 +71,25 @@ class Delays:
     search_seconds: float = 0.5
     notice_seconds: float = 0.0
 
+    def stored(self, config: Config, nodes: int) -> float:
+        """Seconds of the job's state to or from storage, by all nodes at once."""
+        return state_bytes(config) / (self.storage_bytes_per_second * nodes)
+
+    def restart(self, config: Config, nodes: int, engine_seconds: float, spread: float) -> float:
+        """Seconds of processes anew, the state read by all nodes at once, engines built."""
+        return spread * (self.restart_seconds + engine_seconds) + self.stored(config, nodes)
+
 
 @dataclass(kw_only=True)
 class ChangeUnderWay:
-    """A change of plan under way: the command, what the journal says of it, the graph and its Transit, slots lost meanwhile."""
+    """A change of plan under way: the command, what the journal says of it, graph and Transit, slots lost meanwhile.
+
+    `asked` is what the graph was asked for: from which plan to which, on which fleet, with which holders of state.
+    """
 
     command: ChangePlan
     facts: dict[str, Any]
+    asked: tuple[Plan, Plan, Fleet, frozenset[int]] | None = None
     planned: SimChange | None = None
     transit: Transit | None = None
     refused: str = ""

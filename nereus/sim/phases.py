@@ -8,15 +8,18 @@ from dataclasses import replace
 import numpy as np
 
 from nereus.config import Config
+from nereus.control.outlook import StepObserved
 from nereus.control.records import plan_slots
 from nereus.costs.shape import Shape, shape_of
 from nereus.fleet import Fleet
 from nereus.layout import Plan, StagePlan
 from nereus.sim.changes import sync_seconds
 from nereus.sim.decoding import GenerationTimes
+from nereus.sim.memory import PeakBytes, TrueMemory
 from nereus.sim.training import StageTimes
 from nereus.sim.truth import Floats, Truth
 from nereus.sim.workload import StepSamples
+from nereus.workload import PHASES, QUANTILES, StepBatch
 
 CRITIC_PHASES = ("values", "update_critic")
 
@@ -41,6 +44,9 @@ class StepTimes:
         self.has_critic = config.algorithm.adv_estimator == "gae"
         self.actor, self.reference = times(shape, plan.actor_train), times(shape, plan.reference_infer)
         self.critic = times(critic, plan.critic_train) if self.has_critic else None
+        found = {"actor_train": self.actor, "reference_infer": self.reference}
+        trained = found | ({"critic_train": self.critic} if self.critic is not None else {})
+        self.memory = TrueMemory(config, plan, fleet, truth, trained)
         self.generation = GenerationTimes(config, plan.actor_generate, fleet, truth)
         self.sync_seconds = sync_seconds(config, plan, fleet, truth.link_share, truth.sync_tensor_seconds)
 
@@ -62,8 +68,10 @@ class StepTimes:
         yield "update_actor", trained * self.truth.noise(step, "update_actor")
 
 
-def step_row(step: int, samples: StepSamples, seconds: Mapping[str, float], plan: Plan) -> dict[str, float]:
-    """A step's metrics under verl's names, as far as batch, times and plan say them."""
+def step_row(
+    step: int, samples: StepSamples, seconds: Mapping[str, float], plan: Plan, fleet_slots: int, peak: PeakBytes
+) -> dict[str, float]:
+    """A step's metrics under verl's names, as far as batch, times, plan and memory say them."""
     train, generate, lengths = plan.actor_train.layout, plan.actor_generate.layout, samples.response_tokens
     return {
         "training/global_step": float(step),
@@ -74,6 +82,9 @@ def step_row(step: int, samples: StepSamples, seconds: Mapping[str, float], plan
         "prompt_length/mean": float(samples.prompt_tokens.mean()),
         "perf/total_num_tokens": float(samples.total_tokens),
         "perf/time_per_step": seconds["step"],
+        "perf/throughput": samples.total_tokens / (seconds["step"] * fleet_slots),
+        "perf/max_memory_allocated_gb": peak.used_bytes / 2**30,
+        "fleet/slots": float(fleet_slots),
         "plan/tp": float(train.tp),
         "plan/pp": float(train.pp),
         "plan/dp": float(train.dp),
@@ -81,3 +92,37 @@ def step_row(step: int, samples: StepSamples, seconds: Mapping[str, float], plan
         "plan/gen_dp": float(generate.dp),
         "plan/slots": float(len(plan_slots(plan))),
     }
+
+
+def observed(
+    at_seconds: float,
+    step: int,
+    samples: StepSamples,
+    seconds: Mapping[str, float],
+    plan_id: str,
+    peak: PeakBytes,
+) -> StepObserved:
+    """A step as a controller is told it: seconds by phase without those of a change within it, lengths as quantiles."""
+    phases = {name: seconds[name] for name in PHASES if name in seconds}
+    return StepObserved(
+        at_seconds=at_seconds,
+        step=step,
+        step_seconds=seconds["step"] - seconds.get("interleaved", 0.0),
+        tokens=samples.total_tokens,
+        plan_id=plan_id,
+        phase_seconds={**phases, "rest": seconds["reward"]},
+        batch=batch_of(samples),
+        peak_bytes={str(peak.slot): peak.used_bytes},
+    )
+
+
+def batch_of(samples: StepSamples) -> StepBatch:
+    """The lengths of a step as a controller learns them; the width is the longest prompt with its response."""
+    ordered = np.sort(samples.response_tokens)
+    picks = ((np.arange(QUANTILES) + 0.5) / QUANTILES * len(ordered)).astype(np.int64)
+    return StepBatch(
+        samples=len(ordered),
+        width_tokens=int((samples.prompt_tokens + samples.response_tokens).max()),
+        prompt_tokens=float(samples.prompt_tokens.mean()),
+        response_tokens=tuple(float(tokens) for tokens in ordered[picks]),
+    )

@@ -53,3 +53,9 @@ def _slots(nodes: list[int], size: int) -> tuple[int, ...]:
 
 def _fleet(present: list[int], size: int, device: Device) -> Fleet:
     return Fleet(nodes=tuple(Node(slots=_slots([node], size), device=device) for node in present))
+
+
+def inventory_of(moments: tuple[Moment, ...]) -> Fleet:
+    """Every node that is there at some moment; slots keep their numbers."""
+    nodes = {node.slots: node for moment in moments for node in moment.fleet.nodes}
+    return Fleet(nodes=tuple(nodes[slots] for slots in sorted(nodes)))

@@ -156,6 +156,10 @@ class StageTimes:
         """How many members of a group share a node, on average."""
         return max(1, len(group) // len(set(self.fleet.node_of[group].tolist())))
 
+    def most_rows(self, tokens: Floats, *, training: bool) -> float:
+        """Tokens of the fullest micro-batch."""
+        return float(np.bincount((self._training if training else self._forward).micro_of, tokens).max())
+
     def forward_seconds(self, tokens: Floats, slowness: Floats) -> float:
         """A forward pass over all samples; `slowness` by slot."""
         return float(self._passes(tokens, slowness, self._forward, backward=False).max())

@@ -35,6 +35,7 @@ HIDDEN_TERMS: dict[str, str] = {
     "late reward": "a step waits for the slowest of its rewards",
     "noise": "each phase's time varies from step to step",
     "start-up spread": "engines and communicators take times of their own on each slot; large groups take longer",
+    "allocator": "a share of memory is lost between blocks, another for each plan; the fullest micro-batch counts",
     "shared links": "transfers of a change share links with each other as they come",
 }
 
@@ -86,6 +87,8 @@ class Truth:
     reward_tail_seconds: float = 0.25
     rest_seconds: float = 0.4
     sync_tensor_seconds: float = 0.4e-3
+    wasted_share: float = 0.03
+    wasted_log_std: float = 0.4
     spreads: Mapping[str, StartUp] = field(default_factory=lambda: SPREADS)
     exact: bool = False
 
@@ -114,6 +117,13 @@ class Truth:
         if self.exact:
             return 1.0
         return float(np.exp(self.noise_log_std * self.generator("noise", step, phase).standard_normal()))
+
+    def wasted(self, plan_text: str) -> float:
+        """The share of memory that the allocator loses under a plan."""
+        if self.exact:
+            return 0.0
+        draw = self.generator("allocator", plan_text).standard_normal()
+        return self.wasted_share * float(np.exp(self.wasted_log_std * draw))
 
     def rest(self, step: int, samples: int) -> float:
         """Seconds of what no device does: dispatch, and rewards of which the slowest has a heavy tail."""

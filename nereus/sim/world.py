@@ -24,10 +24,8 @@ from nereus.control.records import (
     Search,
     SearchDone,
     StateRestored,
-    StepMeasured,
     plan_slots,
 )
-from nereus.costs.shape import shape_of
 from nereus.events import (
     ChangePlan,
     Command,
@@ -43,11 +41,13 @@ from nereus.events import (
 )
 from nereus.fleet import Fleet
 from nereus.layout import Plan
-from nereus.sim.changes import DEVICE_ENGINE_SECONDS, change_between
-from nereus.sim.edges import ChangeUnderWay, Delays, Log, Metrics, Searcher, Shown
+from nereus.sim.changes import DEVICE_ENGINE_SECONDS
+from nereus.sim.edges import ChangeUnderWay, Delays, Log, Metrics, Searcher, Shown, state_bytes
+from nereus.sim.memory import PeakBytes
 from nereus.sim.network import Network
-from nereus.sim.phases import StepTimes, step_row
+from nereus.sim.phases import StepTimes, observed, step_row
 from nereus.sim.play import Moment
+from nereus.sim.searching import Changes
 from nereus.sim.transit import Process, Transit
 from nereus.sim.truth import Truth
 from nereus.sim.workload import SimWorkload, StepSamples
@@ -56,10 +56,9 @@ from nereus.transitions.durations import Durations, Tolls
 from nereus.transitions.execution import Settled
 from nereus.transitions.order import Infeasible
 
+MOST_OVERFLOWS = 3
 MANY_SLOTS, TOGETHER_SECONDS = 64, 5e-3
 """On larger fleets transfers begin and end on a grid of so many seconds."""
-STATE_BYTES = 18.0
-"""Of a checkpoint, for each parameter of actor and critic: weights, masters, moments."""
 
 
 @dataclass(kw_only=True)
@@ -96,13 +95,16 @@ class SimulatedWorld:
         self._empty: frozenset[int] = frozenset()
         self._queue: deque[AdaptiveEvent | Event] = deque()
         self._finished = False
+        self._overflows: dict[int, int] = {}
         self._running: simpy.Process | None = None
         self._change: ChangeUnderWay | None = None
         self._times: tuple[Plan, StepTimes] | None = None
+        self._named: tuple[Plan, str] | None = None
         slots = max(max(m.fleet.slots) for m in self.moments) + 1
         self._slowness = self.truth.slowness(slots)
         together = TOGETHER_SECONDS if slots > MANY_SLOTS else 0.0
         self.network = Network(self.env, together_seconds=together)
+        self.changes = Changes(config=self.config, tolls=self.tolls, engine_seconds=self.engine_seconds)
 
     # -- World ---------------------------------------------------------------------------------------------------
 
@@ -115,7 +117,7 @@ class SimulatedWorld:
             rollouts=None,
             simulated=str(self.fleet),
         )
-        self._log("state", state_version=self.state_version, plan_id=self.plan.plan_id, digests={})
+        self._log("state", state_version=self.state_version, plan_id=self.plan_id, digests={})
         self.env.process(self._play())
         self._queue.append(JobReady(at_seconds=self.env.now, step=1))
         while not self._finished:
@@ -142,14 +144,21 @@ class SimulatedWorld:
                 self._running = self.env.process(self._restart(command))
             case Search():
                 self.env.process(self._search(command))
-            case Record(entry=entry):
-                self._log("decision", entry=type(entry).__name__, facts=_plain(asdict(entry)))
+            case Record():
+                pass  # `nereus.sim.told` writes it
             case Finish():
                 self._finished = True
                 self._log("run_stopped", reason=command.reason, steps=self.steps_done)
 
     def _log(self, kind: str, **fields: Any) -> None:
         self.journal.append(kind, at_seconds=self.env.now, **fields)
+
+    @property
+    def plan_id(self) -> str:
+        """The present plan's name, worked out once for each plan."""
+        if self._named is None or self._named[0] is not self.plan:
+            self._named = (self.plan, self.plan.plan_id)
+        return self._named[1]
 
     # -- plans and slots -----------------------------------------------------------------------------------------
 
@@ -189,28 +198,46 @@ class SimulatedWorld:
             self.lost_seconds += self.env.now - began
             return
         self._running = None
+        peak = self.times().memory.peak((samples.prompt_tokens + samples.response_tokens).astype(np.float64))
+        if peak.used_bytes > peak.room_bytes:
+            self._out_of_memory(step, peak, self.env.now - began)
+            return
         seconds["step"] = self.env.now - began
-        self._step_done(step, samples, seconds)
+        self._step_done(step, samples, seconds, peak)
         if self._change is not None:
             self._running = self.env.process(self._finish_change())
 
-    def _step_done(self, step: int, samples: StepSamples, seconds: dict[str, float]) -> None:
+    def _out_of_memory(self, step: int, peak: PeakBytes, seconds: float) -> None:
+        """The step is void and so is the state: processes end. A job that does so at one step again and again is stuck."""
+        self.lost_seconds += seconds
+        used = plan_slots(self.physical(self.plan))
+        self._log("out_of_memory", step=step, plan_id=self.plan_id, **asdict(peak))
+        self._overflows[step] = self._overflows.get(step, 0) + 1
+        if self._overflows[step] >= MOST_OVERFLOWS or self.renumbered:
+            self._finished = self.stands_still = True
+            self._log("run_stopped", reason="out of memory", phase=peak.phase, steps=self.steps_done)
+            return
+        self._empty |= used
+        if self._change is not None:
+            self._change.lost_slots |= used
+        self._queue.append(peak.alarm(self.env.now))
+        self._queue.append(FleetChanged(at_seconds=self.env.now, fleet=self.fleet, lost_slots=tuple(sorted(used))))
+
+    def _step_done(self, step: int, samples: StepSamples, seconds: dict[str, float], peak: PeakBytes) -> None:
         self.steps_done = step
         self.step_seconds.append(seconds["step"])
         self.tokens += samples.total_tokens
         done = self.transitions[-1] if self.transitions and self.transitions[-1]["step"] == step else None
-        metrics = step_row(step, samples, seconds, self.plan) | {
+        metrics = step_row(step, samples, seconds, self.plan, len(self.fleet.slots), peak) | {
             "timing_s/transition": float(done["pause_seconds"]) if done else 0.0,
-            "perf/throughput": samples.total_tokens / (seconds["step"] * len(self.fleet.slots)),
             "response_length/clip_ratio": float((samples.response_tokens >= self.workload.limit_at(step)).mean()),
             "plan/state_version": float(self.state_version),
-            "fleet/slots": float(len(self.fleet.slots)),
             "transition/count": float(len(self.transitions)),
         }
         self._log(
             "step_done",
             step=step,
-            plan_id=self.plan.plan_id,
+            plan_id=self.plan_id,
             metrics=metrics,
             updates=[],
             state_version=self.state_version,
@@ -220,10 +247,8 @@ class SimulatedWorld:
         every = self.config.checkpoint.every_steps
         if every and step % every == 0:
             self._saved_step = step
-            self._log("checkpoint_saved", step=step, size_bytes=int(self._state_bytes()), folder=f"step-{step}")
-        self._queue.append(
-            StepMeasured(at_seconds=self.env.now, step=step, step_seconds=seconds["step"], tokens=samples.total_tokens)
-        )
+            self._log("checkpoint_saved", step=step, size_bytes=int(state_bytes(self.config)), folder=f"step-{step}")
+        self._queue.append(observed(self.env.now, step, samples, seconds, self.plan_id, peak))
 
     # -- changes -------------------------------------------------------------------------------------------------
 
@@ -246,10 +271,8 @@ class SimulatedWorld:
             if away := plan_slots(target) - set(self.fleet.slots):
                 change.refused = f"slot {min(away)} of the new plan is not there"
                 return
-            found = change_between(
-                self.config, self.physical(self.plan), target, self.fleet, durations, self.engine_seconds,
-                holders=frozenset(living.slots),
-            )  # fmt: skip
+            change.asked = (self.physical(self.plan), target, self.fleet, frozenset(living.slots))
+            found = self.changes.between(*change.asked)
         except Infeasible as error:
             change.refused = str(error)
             return
@@ -308,6 +331,9 @@ class SimulatedWorld:
             "planned_bytes": change.planned.moved_bytes if change.planned else 0,
             "counted_bytes": transit.moved_bytes if transit else 0,
         }
+        if change.asked is not None:
+            spent = self.env.now - began + sum(done["interleaved_seconds"].values())
+            self.changes.measured(*change.asked, spent)
         self.transitions.append(done)
         self._log("transition_done", **done)
         self.display.transition(done)
@@ -328,17 +354,11 @@ class SimulatedWorld:
 
     # -- restarts, losses ----------------------------------------------------------------------------------------
 
-    def _state_bytes(self) -> float:
-        models = 2.0 if self.config.algorithm.adv_estimator == "gae" else 1.0
-        return STATE_BYTES * models * shape_of(self.config.model).parameters_count
-
     def _restart_seconds(self) -> float:
-        """Processes anew, the state read by all nodes at once, engines built; with its spread."""
+        engines = self.engine_seconds["train"] + self.engine_seconds["generate"]
         draw = self.truth.generator("restart", len(self.transitions), self.steps_done)
         spread = 1.0 if self.truth.exact else float(np.exp(0.2 * draw.standard_normal()))
-        read = self._state_bytes() / (self.delays.storage_bytes_per_second * len(self.fleet.nodes))
-        engines = self.engine_seconds["train"] + self.engine_seconds["generate"]
-        return spread * (self.delays.restart_seconds + engines) + read
+        return self.delays.restart(self.config, len(self.fleet.nodes), engines, spread)
 
     def _restore(self, plan: Plan, began: float) -> Process:
         """From the last checkpoint, into `plan`: the steps since are lost."""
@@ -370,8 +390,7 @@ class SimulatedWorld:
             held = plan_slots(self.physical(self.plan)) & self._empty
             away = plan_slots(self.physical(self.plan)) - set(self.fleet.slots)
             if not held and not away:
-                nodes = len(self.fleet.nodes)
-                yield self.env.timeout(self._state_bytes() / (self.delays.storage_bytes_per_second * nodes))
+                yield self.env.timeout(self.delays.stored(self.config, len(self.fleet.nodes)))
                 self._saved_step = self.steps_done
             yield from self._restore(command.plan, began)
         except simpy.Interrupt:
@@ -385,9 +404,7 @@ class SimulatedWorld:
         self.numbers = [self.numbers[old] for old in numbers]
         self.plan = command.plan
         try:
-            found = change_between(
-                self.config, before, self.physical(command.plan), self.fleet, self._durations(), self.engine_seconds
-            )
+            found = self.changes.between(before, self.physical(command.plan), self.fleet, frozenset(self.fleet.slots))
             if found.graph is None:
                 yield self.env.timeout(self._restart_seconds())
             else:
@@ -402,7 +419,7 @@ class SimulatedWorld:
         self._running = None
         self.lost_seconds += self.env.now - began
         self._log(
-            "recovered", slots=len(self.numbers), plan_id=self.plan.plan_id, plan_text=str(self.plan),
+            "recovered", slots=len(self.numbers), plan_id=self.plan_id, plan_text=str(self.plan),
             state_version=self.state_version, next_step=self.steps_done + 1, seconds=self.env.now - began,
         )  # fmt: skip
         self._queue.append(
@@ -479,12 +496,3 @@ class SimulatedWorld:
                 reason="its node left",
             )
         )
-
-
-def _plain(value: Any) -> Any:
-    """A value as JSON holds it."""
-    if isinstance(value, Mapping):
-        return {str(key): _plain(inner) for key, inner in value.items()}
-    if isinstance(value, tuple | list | set | frozenset):
-        return [_plain(inner) for inner in value]
-    return value if isinstance(value, str | int | float | bool | type(None)) else str(value)

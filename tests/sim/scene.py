@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from nereus.config import (
@@ -28,6 +29,8 @@ from nereus.sim.workload import SimWorkload, constant
 from nereus.sim.world import SimulatedWorld
 
 H100 = DEVICES["h100"]
+AMPLE_BYTES = 400 << 30
+"""Of a device on which no plan overflows: for what is not about memory."""
 LLAMA_8B = ModelConfig(
     layers=32, hidden=4096, heads=32, kv_heads=8, head_dim=128, ffn=14336, vocab=128256, dtype="bfloat16"
 )
@@ -90,10 +93,11 @@ def workload(config: Config, mean: float = 500.0) -> SimWorkload:
     )
 
 
-def fleet_moments(points: list[tuple[float, int]], truth: Truth) -> tuple[Moment, ...]:
+def fleet_moments(points: list[tuple[float, int]], truth: Truth, memory_bytes: int = AMPLE_BYTES) -> tuple[Moment, ...]:
     """Nodes of 8 H100 from points (seconds, nodes)."""
+    device = replace(H100, memory_bytes=memory_bytes)
     nodes = step_function("scene", points, points[-1][0] + 1)
-    return play(FleetTrace(name="scene", slots_per_node=8, nodes=nodes), H100, truth)
+    return play(FleetTrace(name="scene", slots_per_node=8, nodes=nodes), device, truth)
 
 
 def world(
@@ -102,13 +106,14 @@ def world(
     *,
     truth: Truth | None = None,
     first: Plan | None = None,
+    memory_bytes: int = AMPLE_BYTES,
     **more: Any,
 ) -> tuple[SimulatedWorld, Kept]:
     truth, kept = truth or Truth(), Kept()
     made = SimulatedWorld(
         config=config,
         first=first or first_plan(config),
-        moments=fleet_moments(points, truth),
+        moments=fleet_moments(points, truth, memory_bytes),
         workload=workload(config),
         truth=truth,
         journal=kept,

@@ -1,0 +1,162 @@
+"""Who plans in the simulated world: graphs of changes, each made once, their prices, and the answers to searches.
+
+Graphs are the controller's, made with what it believes of links and tolls; what they really take is the world's.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from math import hypot
+
+from nereus.config import Config
+from nereus.control.fleet_outlook import FleetOutlook
+from nereus.control.fleet_search import FLEET_SPACE, Pricer, propose_fleet
+from nereus.control.records import PriceEstimate, Search, SearchDone, SearchRequest, plan_slots
+from nereus.costs.calibrate import Factor
+from nereus.fleet import Fleet
+from nereus.layout import Plan
+from nereus.planning.space import Space
+from nereus.sim.changes import DEVICE_ENGINE_SECONDS, SimChange, change_between, restarts_generation
+from nereus.sim.edges import Log
+from nereus.transition import same_cut
+from nereus.transitions.durations import Durations, Tolls
+from nereus.transitions.holders import InvalidGraph
+from nereus.transitions.order import Infeasible
+from nereus.transitions.price import price
+
+FIRST_DEVIATION = 0.3
+"""How far off the price of a graph may be before any change was measured."""
+KEPT_GRAPHS = 4
+"""A graph of a thousand slots is some ten megabytes."""
+NOTHING = PriceEstimate(mean_seconds=0.0, deviation_seconds=0.0, bound_seconds=0.0)
+RESTORE = PriceEstimate(mean_seconds=150.0, deviation_seconds=75.0, bound_seconds=0.0)
+"""What starting again from the last checkpoint is expected to take, and how unsure that is; no graph prices it."""
+Key = tuple[str, str, Fleet, frozenset[int]]
+
+
+@dataclass(kw_only=True)
+class Changes:
+    """The changes of a job on its fleets. An Infeasible is remembered as well."""
+
+    config: Config
+    tolls: Tolls = field(default_factory=Tolls)
+    engine_seconds: Mapping[str, float] = field(default_factory=lambda: DEVICE_ENGINE_SECONDS)
+    factor: Factor = field(default_factory=lambda: Factor(variance_ratio=FIRST_DEVIATION**2))
+    _made: OrderedDict[Key, SimChange | Infeasible] = field(
+        default_factory=OrderedDict["Key", "SimChange | Infeasible"]
+    )
+    _prices: dict[Key, PriceEstimate | None] = field(default_factory=dict["Key", "PriceEstimate | None"])
+
+    def between(self, before: Plan, after: Plan, fleet: Fleet, holders: frozenset[int]) -> SimChange:
+        """The change on the slots of `fleet`, of which `holders` have their state. Infeasible where no mode fits."""
+        key = (before.plan_id, after.plan_id, fleet, holders)
+        if key not in self._made:
+            try:
+                durations = Durations(fleet=fleet, tolls=self.tolls)
+                made = change_between(
+                    self.config, before, after, fleet, durations, self.engine_seconds, holders=holders
+                )
+                self._made[key] = made
+            except Infeasible as error:
+                self._made[key] = error
+            while len(self._made) > KEPT_GRAPHS:
+                self._made.popitem(last=False)
+        found = self._made[key]
+        if isinstance(found, Infeasible):
+            raise found
+        return found
+
+    def price(self, before: Plan, after: Plan, fleet: Fleet, holders: frozenset[int]) -> PriceEstimate | None:
+        """What the controller expects of a change, by what the last ones took; None where no order fits in memory."""
+        key = (before.plan_id, after.plan_id, fleet, holders)
+        if key not in self._prices:
+            self._prices[key] = self._priced(before, after, fleet, holders)
+        raw = self._prices[key]
+        if raw is None or not raw.bound_seconds:
+            return raw
+        mean = self.factor.ratio * raw.mean_seconds
+        deviation = hypot(self.factor.ratio * raw.deviation_seconds, self.factor.deviation_share * mean)
+        return PriceEstimate(mean_seconds=mean, deviation_seconds=deviation, bound_seconds=raw.bound_seconds)
+
+    def measured(self, before: Plan, after: Plan, fleet: Fleet, holders: frozenset[int], seconds: float) -> None:
+        """Learns from what a change that had a price took, pause and interleaved."""
+        raw = self._prices.get((before.plan_id, after.plan_id, fleet, holders))
+        if raw is not None and raw.bound_seconds and seconds > 0:
+            self.factor = self.factor.observe(raw.mean_seconds, seconds)
+
+    def _priced(self, before: Plan, after: Plan, fleet: Fleet, holders: frozenset[int]) -> PriceEstimate | None:
+        try:
+            found = self.between(before, after, fleet, holders)
+        except (Infeasible, InvalidGraph):
+            return None
+        if found.missing:
+            return RESTORE
+        if found.graph is None:
+            return NOTHING
+        cost = price(found.graph, Durations(fleet=fleet, tolls=self.tolls))
+        return PriceEstimate(
+            mean_seconds=cost.seconds,
+            deviation_seconds=cost.deviation_seconds,
+            bound_seconds=min(cost.bound_seconds, cost.seconds),
+        )
+
+    def bound(self, before: Plan, after: Plan) -> float:
+        """Below every price: what an EMU's change takes on a slot whatever bytes it moves."""
+        changed = [n for n, s in after.stages() if s.stage != "generate" and not same_cut(getattr(before, n), s)]
+        if not changed and not restarts_generation(before, after):
+            return 0.0
+        return self.tolls.commit_seconds + self.tolls.activate_seconds
+
+
+@dataclass(kw_only=True)
+class FleetSearcher:
+    """Answers searches in place; `outlook` is asked for what the controller believes at that moment.
+
+    `free` has every change cost nothing: the controller without a price. With `by_restart` each costs a restart.
+    """
+
+    changes: Changes
+    journal: Log
+    outlook: Callable[[], FleetOutlook]
+    fleet: Callable[[], Fleet]
+    space: Space = FLEET_SPACE
+    free: bool = False
+    by_restart: bool = False
+
+    def __call__(self, search: Search, at_seconds: float) -> SearchDone:
+        """The answer."""
+        request = search.request
+        found = propose_fleet(request, self.outlook(), self._pricer(request), search.budget_count, self.space)
+        self.journal.append(
+            "search_done",
+            at_seconds=at_seconds,
+            search_id=search.search_id,
+            evaluated_count=found.evaluated_count,
+            priced_count=found.priced_count,
+            finished=found.finished,
+        )
+        return SearchDone(
+            at_seconds=at_seconds,
+            search_id=search.search_id,
+            candidates=found.candidates,
+            band=found.band,
+            reason=found.reason,
+        )
+
+    def _pricer(self, request: SearchRequest) -> Pricer:
+        if self.free or self.by_restart:
+            constant = NOTHING if self.free else RESTORE
+            return Pricer(price=lambda _: constant, bound=lambda _: constant.mean_seconds)
+        fleet, before = self.fleet(), request.present
+        holders = frozenset(fleet.slots) - frozenset(request.empty_slots)
+        return Pricer(
+            price=lambda after: self._price(before, after, fleet, holders),
+            bound=lambda after: self.changes.bound(before, after),
+        )
+
+    def _price(self, before: Plan, after: Plan, fleet: Fleet, holders: frozenset[int]) -> PriceEstimate | None:
+        if not plan_slots(after) <= set(fleet.slots):
+            return None
+        return self.changes.price(before, after, fleet, holders)
