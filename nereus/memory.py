@@ -17,8 +17,9 @@ from nereus.model import DTYPE_BYTES, ModelSpec, is_sparse, models_of
 from nereus.storage import holding, megatron_params, owned_ranges, vocab_rows
 from nereus.transition import placed_change
 
-OVERHEAD_BYTES = 16 << 20
-"""Communicators, engine tables and first-use caches of a slot on the CPU: ledgers show 2 to 10 MB above what shapes say."""
+OVERHEAD_BYTES = 24 << 20
+"""Communicators, engine tables and first-use caches of a slot on the CPU: above what shapes say ledgers show 2 to 10 MB, and
+up to 24 MB where all engines were built anew in a running job."""
 LOGIT_COPIES = 6
 CACHE_BLOCK_TOKENS = 32
 """Tokens of a block of an engine's cache: the least that vLLM's CPU attention works well with (platforms/cpu.py)."""
@@ -96,6 +97,7 @@ def request_cache_bytes(config: Config, tp: int) -> int:
 def activation_bytes(spec: ModelSpec, stage: StagePlan, rank: int, width_tokens: int) -> int:
     """Bytes kept for backward on a rank at its peak: micro-batches in flight x layers x tokens x what a layer keeps.
 
+    No more are in flight than a replica has.
     Per token and layer what autograd saves of the local spec, over TP where cut: norms and residuals 7 h; q, k and v (both
     as wide as q by then) and the attention's output 4 q; probabilities heads S; MLP 5 f (gate and up, the activation, the
     product). The last rank adds the logits, saved once, and their copies. A layer with experts has 5 f and 2 h (sent
@@ -107,7 +109,7 @@ def activation_bytes(spec: ModelSpec, stage: StagePlan, rank: int, width_tokens:
     dense = attention + 5 * c.ffn // layout.tp
     sparse = attention + c.experts_per_token * (5 * c.expert_ffn // layout.expert_tp + 2 * c.hidden)
     elements = sum(sparse if is_sparse(c, layer) else dense for layer in layout.layers(at.pp))
-    in_flight = layout.pp - at.pp
+    in_flight = min(layout.pp - at.pp, max(1, -(-max(stage.shares) // stage.micro_batch)))
     tokens = stage.micro_batch * -(-width_tokens // layout.cp)
     kept = in_flight * elements * tokens * max(DTYPE_BYTES[c.dtype], 2)
     logits = logit_bytes(spec, stage, rank, width_tokens)

@@ -283,7 +283,9 @@ class JobOutlook:
     def _judged(self, plan: Plan, plan_id: str, width_tokens: int) -> str | None:
         budget = self.config.fleet.slot_budget_bytes
         parts = parts_of(self.config, plan, plan_id, width_tokens, self.parts)
-        needs = {slot: self.state.margin.safe_bytes(each) for slot, each in parts.items()}
+        learnt = self.state.margin
+        judge = learnt.safe_bytes if plan_id in self.state.carried else learnt.unseen_bytes
+        needs = {slot: judge(each) for slot, each in parts.items()}
         slot, needed = max(needs.items(), key=lambda item: item[1])
         if needed <= budget:
             return None

@@ -283,7 +283,7 @@ class _Search:
         others = sum(size for other, size in self.kept_bytes.items() if other != name)
         outlook = self.ground.outlook
         own = max(self.own_bytes(stage, rank) for rank in {0, stage.layout.ranks - 1})
-        needed = outlook.state.margin.safe_bytes({OVERHEAD: float(OVERHEAD_BYTES), STATE: float(others + own)})
+        needed = outlook.state.margin.unseen_bytes({OVERHEAD: float(OVERHEAD_BYTES), STATE: float(others + own)})
         return needed <= self.config.fleet.slot_budget_bytes
 
     def own_bytes(self, stage: StagePlan, rank: int) -> int:

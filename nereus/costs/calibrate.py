@@ -191,6 +191,13 @@ class Margin:
         found = predict(self.parts, parts)
         return max(found.mean_seconds + 2 * found.deviation_seconds, (1 + self.largest_share) * found.mean_seconds)
 
+    def unseen_bytes(self, parts: Mapping[str, float]) -> float:
+        """The same for a plan that has not run: its engines are built anew, and what that leaves is not learnt yet.
+
+        So the overhead counts in whole, where the plan that runs shows less.
+        """
+        return self.safe_bytes(parts) + max(0.0, 1.0 - self.parts.coefficients[OVERHEAD]) * parts.get(OVERHEAD, 0.0)
+
 
 STATE, OVERHEAD = "state", "overhead"
 STATE_OWN_SHARE, OVERHEAD_OWN_SHARE, PEAK_NOISE_SHARE = 0.03, 0.5, 0.03

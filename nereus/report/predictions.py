@@ -19,7 +19,8 @@ class PredictionSummary:
 
     `prior_share` is of all steps with nothing learnt but the probe, `last_share` of the last `last_steps` as they were
     predicted before they ran, `new_plan_share` of the `new_plans_count` steps that were a plan's first. `inside_share` is the
-    part of steps within two stated deviations. `change_share` is of changes of plan.
+    part of steps within two stated deviations. `memory_share` is of slots' peaks, with the rows that the steps had;
+    `unsafe_peaks_count` of the run's `peaks_count` were above what was held safe. `change_share` is of changes of plan.
     """
 
     steps: int
@@ -31,6 +32,8 @@ class PredictionSummary:
     inside_share: float
     phase_share: Mapping[str, float]
     memory_share: float
+    peaks_count: int
+    unsafe_peaks_count: int
     change_share: float
 
 
@@ -77,16 +80,23 @@ def _summary(
             phase: _median([_error(s["seconds"][phase][0], m["seconds"][phase]) for s, m in last if _has(s, m, phase)])
             for phase in phases
         },
-        memory_share=_median(
-            [
-                _error(said["memory_expected_bytes"][slot], peak)
-                for said, measured in last
-                for slot, peak in measured["peak_bytes"].items()
-                if slot in said["memory_expected_bytes"]
-            ]
-        ),
+        memory_share=_median([_error(expected, peak) for expected, _, peak in _peaks(last)]),
+        peaks_count=len(_peaks(pairs)),
+        unsafe_peaks_count=sum(peak > safe for _, safe, peak in _peaks(pairs)),
         change_share=_median(change_errors),
     )
+
+
+def _peaks(pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> list[tuple[float, float, float]]:
+    """(expected, held safe, measured) bytes of slots' peaks, with the rows that each step turned out to have."""
+    found: list[tuple[float, float, float]] = []
+    for said, measured in pairs:
+        by = measured if "memory_expected_bytes" in measured else said  # of journals from before rows could change
+        expected, safe = by["memory_expected_bytes"], by["memory_safe_bytes"]
+        found += [
+            (expected[slot], safe[slot], peak) for slot, peak in measured["peak_bytes"].items() if slot in expected
+        ]
+    return found
 
 
 def _has(said: Mapping[str, Any], measured: Mapping[str, Any], phase: str) -> bool:
@@ -119,7 +129,8 @@ def prediction_lines(found: PredictionSummary | None) -> list[str]:
     phases = ", ".join(f"{phase} {share:.1%}" for phase, share in found.phase_share.items())
     lines.append(f"  by phase, last steps: {phases}")
     if isfinite(found.memory_share):
-        lines.append(f"  peak memory of a slot, last steps: {found.memory_share:.1%}")
+        above = f"{found.unsafe_peaks_count} of {found.peaks_count} peaks above what was held safe"
+        lines.append(f"  peak memory of a slot, last steps: {found.memory_share:.1%}; {above}")
     if isfinite(found.change_share):
         lines.append(f"  seconds of a change of plan: {found.change_share:.1%}")
     return lines

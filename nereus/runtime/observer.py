@@ -126,13 +126,16 @@ class Observer:
         peaks = {} if early else {str(slot): found[slot] for slot in sorted(found)}
         seconds = measured_phases(step.seconds)
         memory = memory_parts(self.config, plan, step.batch.width_tokens)
-        step.metrics |= compared(with_memory(expected, memory, self.state.margin), seconds, peaks)
+        expected = with_memory(expected, memory, self.state.margin)
+        step.metrics |= compared(expected, seconds, peaks)
         fields = {
             "step": step.step,
             "seconds": seconds,
             "batch": step.batch.record(),
             "peak_bytes": peaks,
             "memory_bytes": memory,
+            "memory_expected_bytes": dict(expected.memory_expected),
+            "memory_safe_bytes": dict(expected.memory_safe),
         }
         self._check_speeds(step.step, expected, sum(seconds.values()))
         self._tell("observed", fields)

@@ -96,6 +96,7 @@ class Steering:
     joining_slots: tuple[int, ...] = ()
     arriving_slots: tuple[int, ...] = ()
     slow: Slow = ()
+    stopped: StopRequested | None = None
     controller: AdaptiveController | None = field(default=None, init=False)
 
     def handle(self, event: Told) -> tuple[Order, ...]:
@@ -124,7 +125,7 @@ class Steering:
             case Recovered():
                 return self._recovered(event)
             case SearchDone() | StopRequested() | StepRefused():
-                return self._tell(event)
+                return self._passed_on(event)
             case SlotsLeaving() | SlotsStay():
                 return self._tell(self._notice(event))
             case SlotsArrived():
@@ -146,6 +147,12 @@ class Steering:
         self.journal.append(
             "control_started", policy=self.config.nereus.policy, plan=written(self.plan), fleet=written(fleet)
         )
+        return (*(self._tell(self.stopped) if self.stopped else ()), *self._tell(event))
+
+    def _passed_on(self, event: SearchDone | StopRequested | StepRefused) -> tuple[Order, ...]:
+        if self.controller is None and isinstance(event, StopRequested):
+            self.stopped = event  # told once the job is ready, which then ends
+            return ()
         return self._tell(event)
 
     def _stepped(self, event: StepFinished) -> tuple[Order, ...]:

@@ -96,6 +96,13 @@ def test_pipeline_ranks_keep_fewer_micro_batches_in_flight() -> None:
     assert [k // kept[3] for k in kept] == [4, 3, 2, 1]
 
 
+def test_no_more_micro_batches_are_in_flight_than_there_are() -> None:
+    spec, config = llama("m", ModelConfig(), "value"), growing(ModelConfig(), StageConfig(pp=4, micro_batch=16))
+    stage = first_plan(config).critic_train  # 32 samples of a mini-batch: two micro-batches
+    kept = [activation_bytes(spec, stage, rank, 56) for rank in range(4)]
+    assert [k // kept[3] for k in kept] == [2, 2, 2, 1]
+
+
 def test_every_slot_has_a_peak_and_idle_ones_only_the_overhead() -> None:
     config = growing(ModelConfig(), StageConfig(dp=3))
     peaks = plan_peaks(config, first_plan(config))

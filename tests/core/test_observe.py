@@ -188,3 +188,16 @@ def test_a_factor_is_learnt_in_a_step_and_refuses_nonsense() -> None:
     assert once.predict(0.01).deviation_seconds < Factor().predict(0.01).deviation_seconds * once.ratio
     with pytest.raises(ValueError, match="expected times above 0"):
         Factor().observe(0.0, 1.0)
+
+
+def test_a_plan_that_has_not_run_is_judged_with_the_whole_overhead() -> None:
+    parts = {"state": 100e6, "overhead": 24e6}
+    state = margin()
+    assert state.unseen_bytes(parts) == state.safe_bytes(parts)
+    for _ in range(8):
+        state = observe_peak(state, parts, 106e6)  # a slot that shows a quarter of it
+    assert state.expected_bytes(parts) == pytest.approx(106e6, rel=0.01)
+    assert state.unseen_bytes(parts) >= max(124e6, state.safe_bytes(parts) + 15e6)
+    for _ in range(8):
+        state = observe_peak(state, parts, 132e6)  # and one that shows more than all
+    assert state.unseen_bytes(parts) == state.safe_bytes(parts)

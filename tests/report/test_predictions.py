@@ -18,13 +18,16 @@ def pair(step: int, said: float, prior: float, took: float, *, is_new: bool = Fa
             "seconds": {"gen": [said / 2, 0.1], "update_actor": [said / 2, 0.1]},
             "step_seconds": [said, 0.1],
             "prior_seconds": prior,
-            "memory_expected_bytes": {"0": 110.0},
+            "memory_expected_bytes": {"0": 160.0},
+            "memory_safe_bytes": {"0": 170.0},
         },
         {
             "kind": "observed",
             "step": step,
             "seconds": {"gen": took / 2, "update_actor": took / 2},
-            "peak_bytes": {"0": 100},
+            "peak_bytes": {"0": 100 if step > 1 else 121},
+            "memory_expected_bytes": {"0": 110.0},
+            "memory_safe_bytes": {"0": 120.0},
         },
     ]
 
@@ -48,7 +51,8 @@ def test_errors_before_and_after_calibration_and_of_new_plans() -> None:
     assert found.new_plan_share == pytest.approx((0.5 + 0.2) / 2)
     assert found.inside_share == pytest.approx(11 / 12)  # 0.2 off with 0.1 stated is inside, 1.0 off is not
     assert found.phase_share["gen"] == pytest.approx(0.05)
-    assert found.memory_share == pytest.approx(0.1)
+    assert found.memory_share == pytest.approx(0.1)  # against the rows that the steps had, not those they might have
+    assert (found.peaks_count, found.unsafe_peaks_count) == (12, 1)
     assert found.change_share == pytest.approx(0.5)
 
 
@@ -58,6 +62,7 @@ def test_the_text_says_them() -> None:
     assert "calibrated, before each of the last steps     5.0%   of 10 steps" in text
     assert "first steps of plans not run before          35.0%   of 2" in text
     assert "seconds of a change of plan: 50.0%" in text
+    assert "peak memory of a slot, last steps: 10.0%; 1 of 12 peaks above what was held safe" in text
 
 
 def test_runs_without_predictions_have_no_lines() -> None:

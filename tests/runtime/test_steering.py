@@ -223,3 +223,10 @@ def test_denied_layouts_are_no_candidates(tmp_path: Path) -> None:
 def test_a_run_with_a_script_has_nothing_to_replay() -> None:
     with pytest.raises(JournalError, match="script"):
         made_again([])
+
+
+def test_a_stop_before_the_job_is_ready_ends_it_once_it_is(tmp_path: Path) -> None:
+    world = ToyWorld(job(), stopped=True)
+    _, records = run(world, tmp_path / "events.jsonl")
+    assert world.orders == [Finish(reason="stopped")]
+    assert first_difference(records) is None

@@ -23,6 +23,7 @@ from nereus.events import (
     Recovered,
     RunStep,
     SlotsLost,
+    StopRequested,
     TransitionDone,
     TransitionFailed,
 )
@@ -34,7 +35,7 @@ from nereus.runtime.searches import Seek
 from nereus.runtime.steering import Order, Steering
 from nereus.transitions.durations import Tolls
 from nereus.transitions.planned import SlotRoom
-from nereus.workload import largest_batch, step_terms
+from nereus.workload import StepBatch, largest_batch, step_terms
 from nereus.world import drive
 
 POOR = PlanConfig(
@@ -73,6 +74,7 @@ class ToyWorld:
     refused: int = 0
     factor: Callable[[int], float] = lambda step: 1.0 + 0.01 * (step % 3)
     journal: Journal | None = None
+    stopped: bool = False
 
     def __post_init__(self) -> None:
         self.plan: Plan = first_plan(self.config)
@@ -91,6 +93,8 @@ class ToyWorld:
         return dict.fromkeys(range(self.slots), 0)
 
     def events(self) -> Iterator[Any]:
+        if self.stopped:
+            yield StopRequested(at_seconds=0.0)
         yield JobReady(at_seconds=0.0, step=1)
         while not self._ended:
             assert self._queue, f"nothing is left to happen after {self.orders[-3:]}"
@@ -158,7 +162,7 @@ class ToyWorld:
                 whole=not self.half_done,
             )
         self.ran.append((step, self.plan.plan_id))
-        batch = largest_batch(self.config)
+        batch = self.batch(step)
         news = replace(PROFILE, slow=self.slow[step]) if step in self.slow else None
         self._profile = news or self._profile
         terms = step_terms(self.config, self.plan, batch, self._profile)
@@ -174,8 +178,16 @@ class ToyWorld:
             phase_seconds=seconds,
             batch=batch,
             profile=news,
-            peak_bytes={"0": 1 << 27},
+            peak_bytes=self.peak_bytes(batch),
         )
+
+    def batch(self, step: int) -> StepBatch:
+        """What a step works on."""
+        return largest_batch(self.config, step)
+
+    def peak_bytes(self, batch: StepBatch) -> dict[str, int]:
+        """What the slots show in a step."""
+        return {"0": 1 << 27}
 
     def _recovered(self) -> Recovered:
         step = self.ran[-1][0] + 1 - (self.back_steps if self.half_done else 0)
