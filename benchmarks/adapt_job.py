@@ -250,7 +250,7 @@ def measure(bench: Bench, who: Contestant, repeat: int, steps: int, away_seconds
     return {
         "name": who.name,
         "repeat": repeat,
-        "complete": records[-1].get("reason") == "done",
+        "complete": any(each["kind"] == "run_stopped" and each["reason"] == "done" for each in records),
         "load": [before, os.getloadavg()[0]],
         "run_seconds": time.monotonic() - started,
         **told(records),
