@@ -145,7 +145,8 @@ def main(arguments: list[str]) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     segments = schedule_of(options.steps)
     static, runs, who, code = dict[str, Any](), list[Any](), tuple[Contestant, ...](), 0
-    cores, throttle = Cores(), Throttle()
+    cores = Cores()
+    throttle = Throttle(capped=cores.capped)
     with StopSignal() as signal:
         pool: KeptPool | None = None
         try:

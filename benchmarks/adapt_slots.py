@@ -22,8 +22,8 @@ from nereus.runtime.pool import SlotPool
 
 CORE_SHARE = 0.5
 PERIOD_SECONDS = 0.01
-STOPPED_SECONDS, RUNNING_SECONDS = 0.01, 0.01
-"""A slow slot is stopped and let go in turn, so that it computes half the time."""
+RUNNING_SECONDS = 0.01
+"""A slow slot is stopped and let go in turn, so that it computes half of what it else could; so long each time."""
 THROTTLE = """
 import os, select, signal, sys, time
 stopped, running, pid = float(sys.argv[1]), float(sys.argv[2]), 0
@@ -158,10 +158,12 @@ def _group_folder() -> Path | None:
 class Throttle:
     """Makes one process slow from outside, or none."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, capped: bool) -> None:
+        part = 0.5 * (CORE_SHARE if capped else 1.0)
+        stopped = RUNNING_SECONDS / part - RUNNING_SECONDS
         self._pid = 0
         self._process = subprocess.Popen(
-            [sys.executable, "-c", THROTTLE, str(STOPPED_SECONDS), str(RUNNING_SECONDS)],
+            [sys.executable, "-c", THROTTLE, str(stopped), str(RUNNING_SECONDS)],
             stdin=subprocess.PIPE,
             text=True,
             start_new_session=True,

@@ -2,7 +2,7 @@
 
 A check has every slot repeat the same small piece at the same time. A slot's speed is the piece's median seconds over its
 own, learnt as a logarithm with a variance (a scalar Kalman filter); a check that contradicts it begins the variance anew.
-Plans reckon with a slot only where it is surely slow: two deviations below `SLOW_SPEED`. Once it is, it counts as such
+Plans reckon with a slot only where two checks agree and it is surely slow: two deviations below `SLOW_SPEED`. Once it is, it counts as such
 until it is believed to be above `USUAL_SPEED`; in between nothing changes its mind.
 """
 
@@ -20,6 +20,8 @@ CHECK_NOISE_SHARE = 0.2
 """Deviation of the logarithm of one check's speed: other processes on the machine disturb it."""
 DRIFT_SHARE = 0.05
 UNKNOWN_SHARE = 1.0
+AGREEING_CHECKS = 2
+"""What disturbs a slot for the fifth of a second of one check is seldom there in the next one."""
 SURPRISE = 2.0
 """Deviations from which a check says that the slot is another than it was."""
 TOLD_SHARE = 0.15
@@ -40,22 +42,27 @@ class Speed:
     log_ratio: float = 0.0
     variance_ratio: float = UNKNOWN_SHARE**2
     told_ratio: float = 1.0
+    agreeing_count: int = 0
+    """Checks since one contradicted what was believed: only a second one says what plans reckon with."""
 
     @property
     def doubtful(self) -> bool:
-        """Whether it may be slow, and one more check would tell."""
+        """Whether one more check would tell if it is slow, or has recovered."""
+        contradicted = self.agreeing_count == 1 and abs(self.log_ratio - log(self.told_ratio)) > -log(SLOW_SPEED)
         likely = self.log_ratio + self.variance_ratio**0.5 < log(SLOW_SPEED)
-        return self.told_ratio == 1.0 and likely
+        return contradicted or (self.told_ratio == 1.0 and likely)
 
     def observe(self, measured: float) -> Speed:
         """After a check that found this speed."""
         noise, prior = CHECK_NOISE_SHARE**2, self.variance_ratio + DRIFT_SHARE**2
         surprise = log(measured) - self.log_ratio
+        agreeing = self.agreeing_count + 1
         if abs(surprise) > SURPRISE * (prior + noise) ** 0.5:
-            prior = UNKNOWN_SHARE**2
+            prior, agreeing = UNKNOWN_SHARE**2, 1
         gain = prior / (prior + noise)
         mean, variance = self.log_ratio + gain * surprise, (1 - gain) * prior
-        return Speed(log_ratio=mean, variance_ratio=variance, told_ratio=_told(self.told_ratio, mean, variance))
+        told = self.told_ratio if agreeing < AGREEING_CHECKS else _told(self.told_ratio, mean, variance)
+        return Speed(log_ratio=mean, variance_ratio=variance, told_ratio=told, agreeing_count=agreeing)
 
 
 def _told(before: float, mean: float, variance: float) -> float:

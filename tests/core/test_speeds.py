@@ -87,6 +87,23 @@ def test_checks_follow_late_steps_and_come_back_to_slow_slots() -> None:
     assert doubtful.due(2, late=False)
 
 
+@settings(deadline=None, max_examples=50)
+@given(seed=st.integers(0, 10**6), slot=st.integers(0, 3), factor=st.floats(0.2, 0.5))
+def test_a_single_disturbed_check_changes_nothing(seed: int, slot: int, factor: float) -> None:
+    """Neither does it make a usual slot slow, nor a slow one usual."""
+    rng = random.Random(seed)
+    for usual, odd in ((1.0, factor), (factor, 1.0)):
+        speeds = Speeds()
+        for step in range(4):
+            speeds = checked(speeds, step, tuple(usual if each == slot else 1.0 for each in range(4)), rng, 0.03)
+        before = speeds.slow(NAMES)
+        speeds = checked(speeds, 4, tuple(odd if each == slot else 1.0 for each in range(4)), rng, 0.03)
+        assert [each for each, _ in speeds.slow(NAMES)] == [each for each, _ in before]
+        assert speeds.due(5, late=False)
+        speeds = checked(speeds, 5, tuple(usual if each == slot else 1.0 for each in range(4)), rng, 0.03)
+        assert [each for each, _ in speeds.slow(NAMES)] == [each for each, _ in before]
+
+
 def test_a_late_step_is_late_beyond_noise() -> None:
     assert is_late(1.5, 1.0, 0.1)
     assert not is_late(1.5, 1.0, 0.4)
@@ -112,7 +129,12 @@ def test_the_journals_speeds_follow_processes_when_their_numbers_change() -> Non
     state = after(state, {"kind": "prediction", "step": 3})
     usual = after(state, record(3, 0.0101, four))
     assert usual.pending is not None
-    slow = after(state, record(3, 0.025, four))
+    doubtful = after(state, record(3, 0.025, four))
+    assert doubtful.pending is not None
+    assert doubtful.profile is not None
+    assert doubtful.profile.slow == ()  # one check alone may be an accident
+    assert doubtful.speeds.due(4, late=False)
+    slow = after(doubtful, record(4, 0.025, four))
     assert slow.pending is None  # the step before it had another slot
     assert slow.profile is not None
     assert [slot for slot, _ in slow.profile.slow] == [3]
