@@ -101,9 +101,11 @@ def runs_on(plan: Any, slots: int) -> bool:
     return all(max(each.slots or (each.tp * each.pp * each.dp - 1,)) < slots for each in stages)
 
 
-def contest(bench: Bench, who: tuple[Contestant, ...], options: Any, away_seconds: float, folder: Path) -> list[Any]:
-    """All runs, interleaved: every contestant once, then again."""
-    runs: list[Any] = []
+def contest(
+    bench: Bench, who: tuple[Contestant, ...], options: argparse.Namespace, away_seconds: float, runs: list[Any]
+) -> None:
+    """All runs, interleaved: every contestant once, then again. `runs` gets each as it is finished."""
+    folder = bench.folder.parent
     for repeat in range(options.repeats):
         for each in who:
             path = folder / f"run-{repeat}-{''.join(c if c.isalnum() else '-' for c in each.name)}.json"
@@ -120,7 +122,6 @@ def contest(bench: Bench, who: tuple[Contestant, ...], options: Any, away_second
                     f"load {run['load'][0]:.1f} to {run['load'][1]:.1f}; {changes or 'no change'}"
                 )
             runs += [run] if run is not None else []
-    return runs
 
 
 def options_of(arguments: list[str]) -> argparse.Namespace:
@@ -169,7 +170,7 @@ def main(arguments: list[str]) -> int:
             who = contestants(first, hindsight)
             gap = [(n, min(r[at] for r in rows.values() if r[at])) for at, n in enumerate(counts)]  # pyright: ignore[reportArgumentType]
             away = sum(n * least for (n, least), each in zip(gap, segments, strict=True) if each.slots < 4)
-            runs = contest(bench, who, options, away, folder)
+            contest(bench, who, options, away, runs)
         except (Stopped, KeyboardInterrupt):
             code = 130
         finally:
