@@ -35,6 +35,7 @@ bench-controller: setup  ## events, searches and prices at 64 to 16,384 slots, t
 bench-faults: setup  ## slots that die or fail at each kind of operation of a change, in each mode, and whole jobs that do: about 27 minutes; ARGS: words of the cases
 	@OMP_NUM_THREADS=1 .venv/bin/python -W ignore -m benchmarks.faults $(ARGS)
 	@[ -n "$(ARGS)" ] || NEREUS_BENCH_CHECKPOINTS=1 OMP_NUM_THREADS=1 .venv/bin/python -W ignore -m pytest -q -s tests/live/test_checkpoint_endings.py -k change
+	@[ -n "$(ARGS)" ] || NEREUS_BENCH_ATTACH=1 OMP_NUM_THREADS=1 .venv/bin/python -W ignore -m pytest -q -s tests/live/test_attaching.py
 
 bench-plan: setup  ## seconds and memory of `nereus plan` for 16 and 1,024 GPUs
 	@.venv/bin/python -m benchmarks.plan

@@ -13,12 +13,13 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import ray
 
-from nereus.runtime.pool import SlotPool
+from nereus.runtime.control import Contact
+from nereus.runtime.pool import Boot, SlotPool
 
 CORE_SHARE = 0.5
 PERIOD_SECONDS = 0.01
@@ -53,7 +54,7 @@ while True:
 class KeptPool(SlotPool):
     """A SlotPool whose processes outlive a run, a leave and a restart."""
 
-    _parked: list[tuple[Any, Any, str, int]]
+    _parked: list[tuple[Contact, Boot]]
 
     def __init__(self, slots: int, logs: Path) -> None:
         self._parked = []
@@ -69,13 +70,20 @@ class KeptPool(SlotPool):
         return super().drop(())
 
     def _park(self, slot: int) -> None:
-        self._parked.append((self._actors.pop(slot), self.contacts[slot], str(self._logs_of[slot]), self.hosts[slot]))
+        boot = Boot(
+            actor=self._actors.pop(slot),
+            name=self._names[slot],
+            done=None,
+            log=self._logs_of[slot],
+            host_index=self.hosts[slot],
+        )
+        self._parked.append((self.contacts[slot], boot))
 
     def start_more(self, count: int) -> None:
         """Those that were parked come first."""
         for _ in range(min(count, len(self._parked))):
-            actor, contact, log, host = self._parked.pop()
-            self._boots.append((actor, ray.put(contact), log, host))
+            contact, boot = self._parked.pop()
+            self._boots.append(replace(boot, done=ray.put(contact)))
             count -= 1
         if count:
             super().start_more(count)
@@ -86,21 +94,22 @@ class KeptPool(SlotPool):
         self.call_all("leave")
         for slot in self.numbers:
             self._park(slot)
-        by_pid = {contact.pid: (actor, contact, log, host) for actor, contact, log, host in self._parked}
+        by_pid = {contact.pid: (contact, boot) for contact, boot in self._parked}
         found = [by_pid.pop(self.as_begun[slot]) for slot in sorted(self.as_begun) if self.as_begun[slot] in by_pid]
         self._parked = [*by_pid.values(), *found[slots:]]
-        self._actors = {number: actor for number, (actor, *_) in enumerate(found[:slots])}
-        self.contacts = {number: contact for number, (_, contact, _, _) in enumerate(found[:slots])}
-        self._logs_of = {number: Path(log) for number, (_, _, log, _) in enumerate(found[:slots])}
-        self.hosts = {number: host for number, (*_, host) in enumerate(found[:slots])}
+        self._actors = {number: boot.actor for number, (_, boot) in enumerate(found[:slots])}
+        self._names = {number: boot.name for number, (_, boot) in enumerate(found[:slots])}
+        self.contacts = {number: contact for number, (contact, _) in enumerate(found[:slots])}
+        self._logs_of = {number: boot.log for number, (_, boot) in enumerate(found[:slots])}
+        self.hosts = {number: boot.host_index for number, (_, boot) in enumerate(found[:slots])}
         self.numbers = tuple(range(slots))
         self.call("renumber", {slot: (slot,) for slot in self.numbers})
         self.rejoin()
 
     def close(self) -> None:
         """Parked ones too."""
-        for actor, *_ in self._parked:
-            ray.kill(actor)
+        for _, boot in self._parked:
+            ray.kill(boot.actor)
         self._parked = []
         super().close()
 

@@ -33,8 +33,8 @@ from nereus.layout import Plan, StagePlan, first_plan
 from nereus.runtime.changes import ChangeRecord, Transaction, first_state
 from nereus.runtime.job import Digests, Job
 from nereus.runtime.journal import Journal
+from nereus.runtime.outset import export_model, other_states
 from nereus.runtime.pool import SlotPool
-from nereus.runtime.real import export_model, other_states
 from nereus.storage import emu_name
 from nereus.transition import placed_change
 from nereus.validate import validate

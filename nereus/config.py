@@ -146,6 +146,8 @@ class FleetConfig:
 
     `host_bytes` of a node's memory may hold snapshots while a plan changes. `on_loss` says what a dead slot means:
     shrink goes on with the slots that are left, stop ends the run. `schedule` removes and returns slots on purpose.
+    In a Ray cluster that RAY_ADDRESS names slots outlive a killed driver for `reattach_seconds` (0: not at all), in which
+    `nereus resume` takes them over.
     """
 
     slots: int = 4
@@ -155,6 +157,7 @@ class FleetConfig:
     schedule: tuple[FleetStepConfig, ...] = ()
     start_timeout_seconds: float = 300.0
     phase_timeout_seconds: float = 300.0
+    reattach_seconds: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

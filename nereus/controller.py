@@ -96,7 +96,7 @@ class Controller:
         self._config, self.plan = surviving_plan(self._config, event.plan, event.lost_slots)
         self._wanted = None
         slots = self._config.fleet.slots
-        self._changes = {step: change for step, change in self._changes.items() if _fits(change, slots)}
+        self._changes = {step: change for step, change in self._changes.items() if fits(change, slots)}
         self.state = "recovering"
         return (Recover(lost_slots=event.lost_slots, plan=self.plan),)
 
@@ -134,7 +134,7 @@ class Controller:
         return ChangePlan(step=step, plan=plan, reason="scripted")
 
 
-def _fits(change: ChangeConfig, slots: int) -> bool:
+def fits(change: ChangeConfig, slots: int) -> bool:
     """Whether a scripted change names only slots that there are."""
     return all(_most_slots(change.plan, name) <= slots for name in STAGES)
 

@@ -133,6 +133,8 @@ def _check_ranges(config: Config) -> None:
     _require(config.fleet.on_loss in ("shrink", "stop"), "fleet.on_loss", config, "shrink or stop")
     dual = _number(config, "algorithm.dual_clip_ratio")
     _require(dual == 0 or dual > 1, "algorithm.dual_clip_ratio", config, "a number above 1, or 0 for no dual clip")
+    reattach, kept = config.fleet.reattach_seconds, "0 (slots end with their driver) or at least 1"
+    _require(reattach == 0 or 1 <= reattach < math.inf, "fleet.reattach_seconds", config, kept)
     _require(config.fleet.slots <= MAX_SLOTS, "fleet.slots", config, f"at most {MAX_SLOTS}")
     for key, choices in CHOICES.items():
         _require(attrgetter(key)(config) in choices, key, config, f"one of {', '.join(choices)}")

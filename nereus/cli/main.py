@@ -26,7 +26,7 @@ from nereus.cli.imports import add_import, import_folder
 from nereus.cli.load import QUICKSTART, load_config
 from nereus.cli.plan import add_plan, plan
 from nereus.cli.replay import add_replay, replay
-from nereus.cli.resume import add_resume, resumed_run
+from nereus.cli.resume import ResumedRun, add_resume, resumed_run
 from nereus.cli.simulate import add_simulate, simulate
 from nereus.cli.status import add_status, status
 from nereus.cli.submit import add_submit, submit
@@ -193,13 +193,22 @@ def _resume(arguments: Namespace) -> int:
     if run.nothing_left:
         print("\n".join(run.told()))
         return DONE
+    if run.attaching is None:
+        return _go_on(run)
+    from nereus.cli.attach import in_touch
+
+    with in_touch(run.attaching):
+        return _go_on(run)
+
+
+def _go_on(run: ResumedRun) -> int:
     _check_real_job(run.config, run.rollouts, run.resumption.manifest.step + 1)
 
     def go_on(folder: RunFolder, display: Display, stop: StopSignal, rollouts: Path | None) -> None:
         display.phase("importing the runtime")
         from nereus.runtime.run import run_job  # seconds, and much memory
 
-        run_job(run.config, folder, display, stop, rollouts, run.resumption, on_claimed=run.write_config)
+        run_job(run.config, folder, display, stop, rollouts, run.resumption, run.claimed, run.attaching)
 
     return _told(run.folder, run.config.run.steps, run.told(), go_on, run.rollouts)
 
@@ -233,7 +242,9 @@ def _run_folder(key: str, name: str) -> Path:
 
 COMMANDS = {
     "train": Command(help="run PPO; its layout changes live", add=_add_train, run=_train),
-    "resume": Command(help="go on with a run from its newest good checkpoint", add=add_resume, run=_resume),
+    "resume": Command(
+        help="go on with a run, on its live slots or from its newest good checkpoint", add=add_resume, run=_resume
+    ),
     "experiment": Command(help="carry out the runs of an experiment", add=add_experiment, run=_experiment),
     "submit": Command(help="give a run to Slurm", add=add_submit, run=submit),
     "export": Command(help="write a checkpoint's model for others", add=add_export, run=export),

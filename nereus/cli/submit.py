@@ -102,7 +102,7 @@ def submit(arguments: Namespace) -> int:
     request = _request(submission.config, arguments)
     from nereus.runtime.run import check_job  # seconds, and much memory
 
-    check_job(submission.config, None)
+    check_job(submission.config, None, in_cluster=True)
     folder = _write(submission, request)
     if arguments.dry_run:
         print(f"# {folder / CONFIG}\n# {folder / SCRIPT}\n{(folder / SCRIPT).read_text(encoding='utf-8')}", end="")
@@ -179,7 +179,7 @@ def _write(submission: Submission, request: Request) -> Path:
 def script(submission: Submission, request: Request, folder: Path) -> str:
     """The batch script: the template filled in."""
     from nereus.engines.vllm.boot import ENVIRONMENT
-    from nereus.runtime.pool import RAY_ENVIRONMENT
+    from nereus.runtime.cluster import RAY_ENVIRONMENT
 
     words = [str(folder / CONFIG) if word == CONFIG else word for word in submission.words]
     values: Mapping[str, str] = {

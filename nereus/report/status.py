@@ -43,6 +43,7 @@ class Status:
     decided: Record | None = None
     last_decision: str = ""
     last_loss: str = ""
+    attached: str = ""
     checkpoint_step: int | None = None
     ended: str = ""
     last_event: str = ""
@@ -87,6 +88,7 @@ class Status:
             "last_change": self.last_change or None,
             "last_decision": self.last_decision or None,
             "last_loss": self.last_loss or None,
+            "attached": self.attached or None,
             "checkpoint_step": self.checkpoint_step,
             "last_event": self.last_event,
             "last_event_seconds_ago": now_seconds - self.last_at_seconds,
@@ -134,6 +136,8 @@ def _take(status: Status, record: Record) -> None:
             status.ended = f"ended: {reason}" + (f" ({why})" if why else "")
         case "decision" if record["entry"][CLASS] == "Decision":
             status.decided = record["entry"]
+        case "reattached":
+            _take_attached(status, record)
         case "transition_started" | "transition_done" | "transition_failed" | "slots_lost" | "recovered":
             _take_change(status, record)
         case _:
@@ -188,6 +192,16 @@ def _take_change(status: Status, record: Record) -> None:
         status.last_loss += f"; went on with step {record['next_step']} from {sources}" if status.last_loss else ""
 
 
+def _take_attached(status: Status, record: Record) -> None:
+    status.plan, status.slots = str(record["plan_text"]), int(record["slots"])
+    status.state_version, status.step = int(record["state_version"]), int(record["next_step"]) - 1
+    sources = ", ".join(sorted(set(record["sources"].values())))
+    lost = f", slots {', '.join(map(str, record['lost']))} lost" if record["lost"] else ""
+    status.attached = (
+        f"after step {status.step}: a new driver took over {status.slots} live slots{lost}, from {sources}"
+    )
+
+
 def render(status: Status, now_seconds: float) -> str:
     """The status as lines for a terminal."""
     age = f"{status.last_event}, {now_seconds - status.last_at_seconds:,.0f} s ago"
@@ -205,6 +219,7 @@ def render(status: Status, now_seconds: float) -> str:
         ("last change", status.last_change),
         ("decision", status.last_decision),
         ("last loss", status.last_loss),
+        ("attached", status.attached),
         ("checkpoint", "" if status.checkpoint_step is None else f"of step {status.checkpoint_step}"),
         ("last event", age),
     ]

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+from nereus.control.written import written
 from nereus.errors import DigestMismatch, NereusError, SlotFailed, TransferFailed
 from nereus.interchange.start import first_steps
 from nereus.layout import Plan
@@ -179,7 +180,7 @@ class Transaction:
         """Carries a stretch out on the slots, then what the driver does at its end."""
         committed = self.execution is not None and self.execution.committed
         given = {slot: (tasks, committed, dict(self.job.optimizer_steps)) for slot, tasks in stretch.tasks.items()}
-        answers = self.job.pool.gather("perform", given, _failed)
+        answers = self.job.pool.gather("perform", given, _failed, together=True)
         performed = {slot: answer for slot, answer in answers.items() if isinstance(answer, Performed)}
         self._take(performed)
         _add_seconds(performed, seconds)
@@ -225,11 +226,9 @@ class Transaction:
             "commit",
             sync=True,
             transition=record.transition,
-            plan_id=self.plan.plan_id,
-            state_version=job.state_version,
+            plan=written(self.plan),
             digests=record.digests,
-            optimizer_steps=dict(job.optimizer_steps),
-            data_position=job.data_position,
+            **{**job.counters(), "plan_id": self.plan.plan_id},
         )
         seconds["commit"] = seconds.get("commit", 0.0) + time.monotonic() - started
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -92,6 +92,20 @@ class Changing:
             state_version=record.state_version,
             pause_seconds=record.pause_seconds,
         )
+
+    def settled(self, change: Mapping[str, Any], version: int | None, seconds: float) -> None:
+        """A change that the last driver began is over: `version` was committed, or None and it has no effect.
+
+        `seconds` are those of the new driver alone, until the job could go on.
+        """
+        facts = {key: change[key] for key in ("transition", "step", "from", "to")}
+        if version is None:
+            self.journal.append("transition_failed", reason="its driver died before the commit", **facts)
+            return
+        record = ChangeRecord(transition=change["transition"], step=change["step"], state_version=version)
+        record.seconds["recover"] = seconds
+        self.done.append(record)
+        self._tell(record, {**facts, "mended": "its driver died after the commit"})
 
     def _tell(self, record: ChangeRecord, facts: dict[str, Any]) -> None:
         moved = record.moved

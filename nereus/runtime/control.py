@@ -2,7 +2,8 @@
 
 It touches no object of torch, Megatron or vLLM: it reads plain fields, each of which the slot's thread replaces as a
 whole. The driver asks over TCP: the slot sends a fresh nonce, the driver one JSON line signed with the slot's key, the
-slot one JSON line. The key is made by the slot and reaches the driver by Ray alone.
+slot one JSON line. The key is made by the slot and reaches the driver by Ray, and the next driver by a private file of
+the run's folder.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -25,11 +26,19 @@ from nereus.errors import NereusError
 if TYPE_CHECKING:
     from nereus.runtime.slot import Slot
 
+SILENT_SECONDS = 10.0  # a control thread that says nothing for so long is that of a stopped process
+STATUS_SECONDS = 2.0
+ANSWER_SECONDS = 0.1  # for an answer to be on its way before the process ends
+TOUCHES = 5  # questions within the time after which a slot would end
+TICKS = 20  # how often the time without a driver is looked at
 ASKING_SECONDS = 2.0  # how long a connection may take to ask: one that is silent holds up the others
 LINE_BYTES = 1 << 20
 NONCE_BYTES = 16
+STDOUT = 1
 AT_REST = "rest"
 BEGINS = "begin_change"
+UPDATES = "train"
+MADE_WHOLE = frozenset({"attach", "configure"})
 ENDS = frozenset({"finish_change", "abandon_change", "retreat", "leave", "configure"})
 
 
@@ -52,7 +61,7 @@ class SlotStatus:
     """What a slot does: the method that it carries out and for how long, the task of a change that it is at.
 
     `phase` is "rest" between two calls. `layouts` and `optimizer_steps` are those of the live EMUs as the last call left
-    them. `changing` says whether a change of plan is under way.
+    them. `changing` says whether a change of plan is under way, `torn` whether an optimizer step was cut short.
     """
 
     pid: int
@@ -61,6 +70,7 @@ class SlotStatus:
     phase_seconds: float
     task: str
     changing: bool
+    torn: bool
     layouts: Mapping[str, str]
     optimizer_steps: Mapping[str, int]
 
@@ -87,6 +97,7 @@ class _Doing:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Left:
     changing: bool
+    torn: bool
     layouts: Mapping[str, str]
     optimizer_steps: Mapping[str, int]
 
@@ -98,7 +109,7 @@ class Control:
         self._slot = slot
         self._lock = threading.Lock()
         self._doing: _Doing | None = None
-        self._left = _Left(changing=False, layouts={}, optimizer_steps={})
+        self._left = _Left(changing=False, torn=False, layouts={}, optimizer_steps={})
         self._reason = ""
 
     # -- the slot's thread ---------------------------------------------------------------------------------------
@@ -108,11 +119,14 @@ class Control:
         """While inside the slot carries out `method`; an abort concerns the method under way alone."""
         with self._lock:
             self._doing, self._reason = _Doing(method=method, began_seconds=time.monotonic()), ""
+        ended_well = False
         try:
             yield
+            ended_well = True
         finally:
             changing = method == BEGINS or (self._left.changing and method not in ENDS)
-            left = _left(self._slot, changing=changing)
+            torn = (self._left.torn or (method == UPDATES and not ended_well)) and method not in MADE_WHOLE
+            left = _left(self._slot, changing=changing, torn=torn)
             with self._lock:
                 self._doing, self._reason, self._left = None, "", left
 
@@ -160,6 +174,7 @@ class Control:
             phase_seconds=time.monotonic() - doing.began_seconds if doing else 0.0,
             task=doing.task if doing else "",
             changing=left.changing,
+            torn=left.torn or (doing is not None and doing.method == UPDATES),
             layouts=left.layouts,
             optimizer_steps=left.optimizer_steps,
         )
@@ -181,23 +196,58 @@ class Control:
             return True
 
 
-def _left(slot: Slot, *, changing: bool) -> _Left:
+def _left(slot: Slot, *, changing: bool, torn: bool) -> _Left:
     live = dict(slot.live)
     return _Left(
         changing=changing,
+        torn=torn,
         layouts={emu: str(engine.stage.layout) for emu, engine in live.items()},
         optimizer_steps={emu: slot.steps.get(emu, 0) for emu in live},
     )
 
 
-def serve(control: Control, address: str) -> Contact:
-    """Starts the control thread on a free port of `address`; it ends with the process."""
+class Watch:
+    """Ends this process once no driver has asked it anything for `limit_seconds`; before the first question `first_seconds`.
+
+    Only time counts in which this process runs: one that was stopped, or held by a long call, hears its driver first.
+    `end` is called just before.
+    """
+
+    def __init__(self, limit_seconds: float, first_seconds: float, end: Callable[[], None]) -> None:
+        self._limit_seconds, self._first_seconds, self._end = limit_seconds, first_seconds, end
+        self._heard = False
+        threading.Thread(target=self._run, name="watch", daemon=True).start()
+
+    def heard(self) -> None:
+        """A driver has asked."""
+        self._heard = True
+
+    def _run(self) -> None:
+        tick_seconds, left_seconds = min(self._limit_seconds / TICKS, 1.0), self._first_seconds
+        while left_seconds > 0:
+            time.sleep(tick_seconds)
+            heard, self._heard = self._heard, False
+            left_seconds = self._limit_seconds if heard else left_seconds - tick_seconds
+        os.write(STDOUT, f"no driver has asked for {self._limit_seconds:g} s: this slot ends\n".encode())
+        end_process(self._end)
+
+
+def end_process(end: Callable[[], None]) -> None:
+    """At once, whatever the slot's thread is in."""
+    try:
+        end()
+    finally:
+        os._exit(0)
+
+
+def serve(control: Control, address: str, watch: Watch | None = None) -> Contact:
+    """Starts the control thread on a free port of `address`; it ends with the process. `watch` hears of each question."""
     listener, key = socket.create_server((address, 0)), os.urandom(32)
-    threading.Thread(target=_serve, args=(control, listener, key), name="control", daemon=True).start()
+    threading.Thread(target=_serve, args=(control, listener, key, watch), name="control", daemon=True).start()
     return Contact(pid=os.getpid(), address=address, port=listener.getsockname()[1], key=key.hex())
 
 
-def _serve(control: Control, listener: socket.socket, key: bytes) -> None:
+def _serve(control: Control, listener: socket.socket, key: bytes, watch: Watch | None) -> None:
     while True:
         connection, _ = listener.accept()
         with connection, suppress(OSError, ValueError):  # who cannot ask gets no answer
@@ -206,6 +256,8 @@ def _serve(control: Control, listener: socket.socket, key: bytes) -> None:
             connection.sendall(nonce)
             signature, _, asked = _line(connection).partition(b" ")
             if hmac.compare_digest(signature, _signature(key, nonce, asked)):
+                if watch is not None:
+                    watch.heard()
                 connection.sendall(json.dumps(_answer(control, json.loads(asked))).encode() + b"\n")
 
 
@@ -217,6 +269,9 @@ def _answer(control: Control, asked: Mapping[str, str]) -> object:
             return asdict(control.memory())
         case {"ask": "abort", "reason": reason}:
             return control.abort(reason)
+        case {"ask": "end"}:
+            threading.Timer(ANSWER_SECONDS, end_process, (lambda: None,)).start()
+            return True
         case _:
             raise ValueError(f"a question of {sorted(asked)} is not known")
 
@@ -256,3 +311,22 @@ def ask_each(contacts: Mapping[int, Contact], asked: Mapping[str, str], timeout_
         slots = sorted(contacts)
         found = threads.map(lambda slot: ask(contacts[slot], asked, timeout_seconds), slots)
         return dict(zip(slots, found, strict=True))
+
+
+class Touch:
+    """Keeps in touch with slots that would end without a driver: asks each from a thread until it is closed."""
+
+    def __init__(self, contacts: Callable[[], Collection[Contact]], limit_seconds: float) -> None:
+        self._contacts, self._every_seconds = contacts, min(limit_seconds / TOUCHES, 10.0)
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="touch", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._closed.wait(self._every_seconds):
+            ask_each(dict(enumerate(self._contacts())), {"ask": "status"}, STATUS_SECONDS)
+
+    def close(self) -> None:
+        """Asks no more; a second call does nothing."""
+        self._closed.set()
+        self._thread.join(STATUS_SECONDS)

@@ -10,7 +10,7 @@ collective.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
@@ -165,10 +165,16 @@ def _cuts(sizes: Sequence[int], limit_bytes: int) -> list[slice]:
     return [slice(start, stop) for start, stop in zip(starts, [*starts[1:], len(sizes)], strict=False)]
 
 
-def run(program: Program, sources: Mapping[Shard, Tensor], targets: Mapping[Shard, Tensor]) -> Traffic:
+def run(
+    program: Program,
+    sources: Mapping[Shard, Tensor],
+    targets: Mapping[Shard, Tensor],
+    check: Callable[[], None] = lambda: None,
+) -> Traffic:
     """Carries out this slot's part: fills `targets` from its own `sources` and from its peers.
 
-    The world's ranks are the slots. TransferFailed when a peer fails or does not answer within the world's timeout.
+    The world's ranks are the slots. TransferFailed when a peer fails or does not answer within the world's timeout;
+    `check` is called before each round and raises where the slot shall go no further.
     """
     for piece in program.kept:
         _part(targets[piece.wanted], piece.wanted, piece.box).copy_(_part(sources[piece.held], piece.held, piece.box))
@@ -177,6 +183,7 @@ def run(program: Program, sources: Mapping[Shard, Tensor], targets: Mapping[Shar
     for bucket in program.buckets:
         turns[bucket.turn].append(bucket)
     for turn in sorted(turns):
+        check()
         wire.turn(turns[turn])
     wire.drain()
     return wire.traffic

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
+from typing import Any
 
 from nereus.boxes import Box
 from nereus.config import Config
@@ -62,6 +63,16 @@ class Job:
     def __post_init__(self) -> None:
         self.specs: dict[str, ModelSpec] = models_of(self.config.model)
         self.host = HostMemory(None if self.folder is None else self.folder / "transition")
+
+    def counters(self) -> dict[str, Any]:
+        """What the journal keeps of the job beside its state and plan, for a driver that takes it over."""
+        return {
+            "plan_id": self.plan.plan_id,
+            "state_version": self.state_version,
+            "data_position": self.data_position,
+            "optimizer_steps": dict(self.optimizer_steps),
+            "kl_coef": self.config.algorithm.kl_coef,
+        }
 
     def align(self, stages: Sequence[StagePlan]) -> None:
         """Before groups are built: equal counters on all slots, and a group for each stage's slots.

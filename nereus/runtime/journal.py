@@ -55,6 +55,11 @@ class RunFolder:
         return self.path / "checkpoints"
 
     @property
+    def slots(self) -> Path:
+        """Where the slots are, for another driver: private, and there only while they could outlive theirs."""
+        return self.path / "slots.json"
+
+    @property
     def resumed(self) -> Path:
         """The configuration under which the run was last resumed, YAML; not there before."""
         return self.path / "resumed.yaml"

@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from nereus.control.written import written
 from nereus.errors import CheckpointError, NereusError, SlotFailed
 from nereus.events import Recover, Recovered, SlotsLost
 from nereus.report.display import Display
@@ -68,7 +69,8 @@ class Losses:
     def mend(self, next_step: int) -> bool:
         """All slots live: the same plan again over a new world; whether a committed change stands."""
         standing = self._taken()
-        numbers = retreat(self.job, (), committed=standing.committed)
+        self.journal.append("recovering", lost=())
+        numbers = retreat(self.job, (), committed=standing.committed).numbers
         self._tell(recover(self.job, standing.plan, standing, numbers, next_step=next_step, checkpoints=self._folder))
         return standing.committed
 
@@ -77,7 +79,8 @@ class Losses:
         standing, job = self._taken(), self.job
         self.changing.command = self.changing.transaction = None
         self.checkpoints.abandon()
-        numbers = retreat(job, command.lost_slots, committed=standing.committed)
+        self.journal.append("recovering", lost=command.lost_slots)
+        numbers = retreat(job, command.lost_slots, committed=standing.committed).numbers
         job.config = replace(job.config, fleet=replace(job.config.fleet, slots=len(numbers)))
         try:
             found = recover(job, command.plan, standing, numbers, next_step=next_step, checkpoints=self._folder)
@@ -108,10 +111,10 @@ class Losses:
             "recovered",
             sync=True,
             slots=len(job.pool.numbers),
-            plan_id=job.plan.plan_id,
+            plan=written(job.plan),
             plan_text=str(job.plan),
-            state_version=job.state_version,
             next_step=found.next_step,
+            **job.counters(),
             sources=dict(found.sources),
             digests=short(digests),
         )

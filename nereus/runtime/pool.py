@@ -2,53 +2,56 @@
 
 from __future__ import annotations
 
-import functools
-import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import Any
 
 import psutil
 import ray
-from ray._private import services
 from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from nereus.engines.vllm.boot import ENVIRONMENT
 from nereus.errors import NereusError, SlotFailed
-from nereus.runtime.control import Contact, ControlMemory, SlotStatus, ask_each, serve
+from nereus.runtime.attachment import Attachment, Keep, LiveSlot, write
+from nereus.runtime.cluster import nodes, places, start_ray
+from nereus.runtime.control import (
+    SILENT_SECONDS,
+    STATUS_SECONDS,
+    Contact,
+    ControlMemory,
+    SlotStatus,
+    Touch,
+    Watch,
+    ask_each,
+    serve,
+)
+from nereus.runtime.host_memory import left
 from nereus.runtime.meeting import Meeting
 
 DEATH_SECONDS = 3.0  # how long after a slot's error another slot's death is waited for, which may be its cause
-JOIN_POLL_SECONDS = 0.2
-SILENT_SECONDS = 10.0  # a control thread that says nothing for so long is that of a stopped process
-STATUS_SECONDS = 2.0
 LOOPBACK = "127.0.0.1"
-RAY_ENVIRONMENT = {
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    "RAY_DEDUP_LOGS": "0",
-    # large blocks go back to the system when they are freed, so that resident memory says what is held
-    "MALLOC_MMAP_THRESHOLD_": "262144",
-    "MALLOC_TRIM_THRESHOLD_": "262144",
-    "MALLOC_ARENA_MAX": "2",
-}
+PATIENCE_SECONDS = 1.0  # how long those that work together with a failed slot may take to end by themselves
+NAMESPACE = "nereus-"
 
 
 @ray.remote
 class SlotActor:
     """A slot process. Output of the process goes to its own log file; importing the engines is the slow part."""
 
-    def __init__(self, number: int, log: str) -> None:
+    def __init__(self, number: int, log: str, limit_seconds: float, start_seconds: float) -> None:
         target = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(target, sys.stdout.fileno())
         os.dup2(target, sys.stderr.fileno())
         self._number = number
         self._slot: Any = None
+        end = lambda: left(self._slot.keeping if self._slot else None)  # noqa: E731
+        self._watch = Watch(limit_seconds, start_seconds + limit_seconds, end) if limit_seconds else None
 
     def boot(self, several_hosts: bool) -> Contact:
         """Imports the engines, makes the slot and starts its control thread; returns how to ask that."""
@@ -56,11 +59,12 @@ class SlotActor:
 
         if several_hosts:
             ENVIRONMENT.update(_network(ray.util.get_node_ip_address()))
-            os.environ.update(ENVIRONMENT)
+        os.environ.update(ENVIRONMENT)  # a cluster that others started may not have it
         from nereus.runtime.slot import Slot  # half a minute of imports, wanted here
 
         self._slot = Slot(self._number)
-        return serve(self._slot.control, ray.util.get_node_ip_address() if several_hosts else LOOPBACK)
+        address = ray.util.get_node_ip_address() if several_hosts else LOOPBACK
+        return serve(self._slot.control, address, self._watch)
 
     def alive(self) -> bool:
         """Answers where the process lives."""
@@ -89,68 +93,15 @@ def _kill(contact: Contact) -> None:
                 process.kill()
 
 
-def start_ray(slots: int, timeout_seconds: float) -> None:
-    """Starts Ray on loopback with `slots` slots, or joins the cluster that RAY_ADDRESS names.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Boot:
+    """A slot that is still to join: its actor, what `boot` will have returned, its log, its host."""
 
-    A cluster may still be growing: SlotFailed when after `timeout_seconds` it has fewer than `slots` slots.
-    """
-    os.environ.update(ENVIRONMENT)
-    os.environ.update(RAY_ENVIRONMENT)
-    logging.getLogger("ray").setLevel(logging.ERROR)
-    quiet = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": True}
-    if os.environ.get("RAY_ADDRESS"):
-        _join_cluster(quiet, slots, timeout_seconds)
-        return
-    with _own_session():
-        ray.init(
-            num_cpus=1,
-            resources={"slot": float(slots)},
-            include_dashboard=False,
-            object_store_memory=100 << 20,
-            _node_ip_address="127.0.0.1",
-            **quiet,
-        )
-
-
-def _join_cluster(quiet: Mapping[str, Any], slots: int, timeout_seconds: float) -> None:
-    address, deadline = os.environ["RAY_ADDRESS"], time.monotonic() + timeout_seconds
-    try:
-        ray.init(**quiet)
-    except (ConnectionError, RuntimeError) as error:
-        raise SlotFailed(f"no Ray cluster answers at RAY_ADDRESS = {address}: {error}") from error
-    while len(places := _places()) < slots:
-        if time.monotonic() > deadline:
-            found = ", ".join(f"{node['NodeName']} {node['Resources'].get('slot', 0):.0f}" for node in _nodes())
-            ray.shutdown()
-            raise SlotFailed(
-                f"the Ray cluster at {address} has {len(places)} of {slots} slots after {timeout_seconds:.0f} s: {found}"
-            )
-        time.sleep(JOIN_POLL_SECONDS)
-
-
-def _nodes() -> list[dict[str, Any]]:
-    """The live Ray nodes, by name."""
-    return sorted((node for node in ray.nodes() if node["Alive"]), key=lambda node: str(node["NodeName"]))
-
-
-def _places() -> list[str]:
-    """The Ray node of each slot: the first node's slots come first, so that neighbours share a node."""
-    return [node["NodeID"] for node in _nodes() for _ in range(int(node["Resources"].get("slot", 0)))]
-
-
-@contextmanager
-def _own_session() -> Iterator[None]:
-    """While inside, Ray starts its processes in a session of their own.
-
-    A signal to the driver's process group (Ctrl-C in a terminal, `timeout`, a batch system) then reaches the driver
-    alone, which stops at a safe point. They still end with the driver: Ray sets the parent-death signal.
-    """
-    popen = services.ConsolePopen  # private: an AttributeError here means that Ray has moved it
-    services.ConsolePopen = functools.partial(popen, start_new_session=True)  # type: ignore[misc,assignment]
-    try:
-        yield
-    finally:
-        services.ConsolePopen = popen  # type: ignore[misc]
+    actor: Any
+    name: str
+    done: Any
+    log: Path
+    host_index: int
 
 
 class SlotPool:
@@ -168,77 +119,149 @@ class SlotPool:
         start_timeout_seconds: float,
         phase_timeout_seconds: float,
         note: Callable[[str], None],
+        keep: Keep | None = None,
+        attachment: Attachment | None = None,
     ) -> None:
+        """Starts `slots` slots, which outlive this driver for a while with `keep`; or takes those of an attachment over.
+
+        Those that are taken over are in no world, and in what their last driver let them begin: `abort`, `drop` and
+        `rejoin` are the caller's.
+        """
         self.numbers = tuple(range(slots))
         self._logs, self._timeout_seconds, self._start_seconds = logs, phase_timeout_seconds, start_timeout_seconds
-        note(f"starting {slots} slots")
+        self._keep, self._touch, self.host_memory = keep, None, ""
+        note(f"starting {slots} slots" if attachment is None else f"attaching to {len(attachment.slots)} slots")
         start_ray(slots, start_timeout_seconds)
         self._meeting: Meeting | None = None
         self._actors: dict[int, Any] = {}
-        self._boots: list[tuple[Any, Any, str, int]] = []  # of slots that are still to join: actor, boot, log, host
+        self._names: dict[int, str] = {}
+        self._boots: list[Boot] = []
         self._logs_of = {number: self._logs / f"slot_{number}.log" for number in self.numbers}
         self.contacts: dict[int, Contact] = {}
         self.hosts: dict[int, int] = {}
-        self._started = slots
+        self._started_count = slots
+        self._namespace = f"{NAMESPACE}{os.urandom(8).hex()}"
         try:
             self._gpus = 1 if ray.cluster_resources().get("GPU", 0) >= slots else 0  # a GPU each where there are enough
-            places = _places()
-            self._nodes = list(dict.fromkeys(places))
-            self.hosts = {number: self._nodes.index(node) for number, node in zip(self.numbers, places, strict=False)}
-            for number, node in zip(self.numbers, places, strict=False):
-                self._actors[number] = self._actor(number, node, self._logs_of[number])
-            note("importing engines in the slots")
-            started = time.monotonic()
-            self._several_hosts = len({node["NodeManagerAddress"] for node in _nodes()}) > 1
-            boots = {number: actor.boot.remote(self._several_hosts) for number, actor in self._actors.items()}
-            self.contacts = self._collect("boot", boots, start_timeout_seconds)
-            note(f"slots are up after {time.monotonic() - started:.0f} s")
-            self.rejoin()
+            if attachment is None:
+                self._start(note)
+            else:
+                self._attach(attachment)
+            if keep is not None:
+                self._touch = Touch(self._listening, keep.limit_seconds)
+            if attachment is None:
+                self.rejoin()
         except BaseException:
             self.close()
             raise
+
+    def _start(self, note: Callable[[str], None]) -> None:
+        found = places()
+        self._nodes = list(dict.fromkeys(found))
+        self.hosts = {number: self._nodes.index(node) for number, node in zip(self.numbers, found, strict=False)}
+        for number, node in zip(self.numbers, found, strict=False):
+            self._names[number] = self._name(number)
+            self._actors[number] = self._actor(number, node, self._logs_of[number])
+        note("importing engines in the slots")
+        started = time.monotonic()
+        self._several_hosts = len({node["NodeManagerAddress"] for node in nodes()}) > 1
+        boots = {number: actor.boot.remote(self._several_hosts) for number, actor in self._actors.items()}
+        self.contacts = self._collect("boot", boots, self._start_seconds)
+        note(f"slots are up after {time.monotonic() - started:.0f} s")
+
+    def _attach(self, found: Attachment) -> None:
+        self.numbers, self._namespace = tuple(sorted(found.slots)), found.namespace
+        self._nodes, self._several_hosts = list(found.nodes), found.several_hosts
+        self._started_count, self.host_memory = found.started_count, found.host_memory
+        for number, slot in found.slots.items():
+            self._names[number], self._logs_of[number] = slot.actor, Path(slot.log)
+            self.contacts[number], self.hosts[number] = slot.contact, slot.host_index
+            with suppress(ValueError):  # it is dead
+                self._actors[number] = ray.get_actor(slot.actor, namespace=found.namespace)
 
     @property
     def pids(self) -> dict[int, int]:
         """The number of each slot's process on its host."""
         return {slot: contact.pid for slot, contact in self.contacts.items()}
 
-    def _actor(self, number: int, node: str, log: Path) -> Any:
+    @staticmethod
+    def _name(count: int) -> str:
+        return f"slot-{count}"
+
+    def _actor(self, count: int, node: str, log: Path) -> Any:
+        outlives: dict[str, Any] = {}
+        if self._keep is not None:
+            outlives = {"name": self._name(count), "namespace": self._namespace, "lifetime": "detached"}
         options = SlotActor.options(
             num_cpus=0,
             num_gpus=self._gpus,
             resources={"slot": 1.0},
             max_restarts=0,
             scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
+            **outlives,
         )
-        return options.remote(number, str(log))
+        return options.remote(count, str(log), self._keep.limit_seconds if self._keep else 0.0, self._start_seconds)
+
+    def _listening(self) -> list[Contact]:
+        """The control threads of all slots, also of those that are still to join."""
+        found = list(self.contacts.values())
+        for boot in tuple(self._boots):
+            done, _ = ray.wait([boot.done], timeout=0)
+            with suppress(RayError):  # it died
+                found += ray.get(done)
+        return found
+
+    def tell(self) -> None:
+        """Writes down where the slots are, where they may outlive this driver."""
+        if self._keep is None:
+            return
+        slots = {
+            number: LiveSlot(
+                actor=self._names[number],
+                contact=self.contacts[number],
+                host_index=self.hosts[number],
+                log=str(self._logs_of[number]),
+            )
+            for number in self.numbers
+        }
+        found = Attachment(
+            cluster=ray.get_runtime_context().gcs_address,
+            namespace=self._namespace,
+            nodes=tuple(self._nodes),
+            several_hosts=self._several_hosts,
+            started_count=self._started_count,
+            host_memory=self.host_memory,
+            slots=slots,
+        )
+        write(self._keep.path, found)
 
     def start_more(self, count: int) -> None:
         """Starts slot processes beside the others, on the nodes that have room; `arrived` says when they are there."""
-        places = _places()
-        taken = [self._nodes[host] for host in (*self.hosts.values(), *(host for *_, host in self._boots))]
+        free = places()
+        taken = [self._nodes[host] for host in (*self.hosts.values(), *(boot.host_index for boot in self._boots))]
         for node in taken:
-            if node in places:
-                places.remove(node)
-        for node in places[:count]:
-            log = self._logs / f"slot_{self._started}.log"
-            actor = self._actor(self._started, node, log)
-            self._started += 1
-            self._boots.append((actor, actor.boot.remote(self._several_hosts), str(log), self._nodes.index(node)))
+            if node in free:
+                free.remove(node)
+        for node in free[:count]:
+            log, name = self._logs / f"slot_{self._started_count}.log", self._name(self._started_count)
+            actor = self._actor(self._started_count, node, log)
+            done, host = actor.boot.remote(self._several_hosts), self._nodes.index(node)
+            self._started_count += 1
+            self._boots.append(Boot(actor=actor, name=name, done=done, log=log, host_index=host))
 
     def arrived(self) -> int:
         """How many slots wait to join, once all that were started are there."""
-        refs = [boot for _, boot, _, _ in self._boots]
+        refs = [boot.done for boot in self._boots]
         done, _ = ray.wait(refs, num_returns=len(refs), timeout=0) if refs else ([], [])
         return len(refs) if len(done) == len(refs) else 0
 
     def admit(self) -> tuple[int, ...]:
         """The numbers of the slots that arrived, after those of the others; they are in no world until `rejoin`."""
         first = len(self._actors)
-        for number, (actor, boot, log, host) in enumerate(self._boots, start=first):
-            self._logs_of[number], self.hosts[number] = Path(log), host
-            self.contacts[number] = self._get("boot", number, boot)
-            self._actors[number] = actor
+        for number, boot in enumerate(self._boots, start=first):
+            self._logs_of[number], self.hosts[number] = boot.log, boot.host_index
+            self.contacts[number] = self._get("boot", number, boot.done)
+            self._actors[number], self._names[number] = boot.actor, boot.name
         self._boots = []
         self.numbers = tuple(sorted(self._actors))
         self.call("renumber", {slot: (slot,) for slot in self.numbers[first:]})  # they began with numbers of their own
@@ -246,12 +269,12 @@ class SlotPool:
 
     def restart(self, slots: int) -> None:
         """Ends every slot process, starts so many new ones and forms their world: what a stop and a resume do."""
-        for actor in (*self._actors.values(), *(actor for actor, *_ in self._boots)):
+        for actor in (*self._actors.values(), *(boot.actor for boot in self._boots)):
             ray.kill(actor)
         self._actors, self._boots, self.contacts, self.hosts, self.numbers = {}, [], {}, {}, ()
         self.start_more(slots)
-        self._logs_of = {number: Path(log) for number, (_, _, log, _) in enumerate(self._boots)}
-        self._collect("boot", {number: boot for number, (_, boot, _, _) in enumerate(self._boots)}, self._start_seconds)
+        self._logs_of = {number: boot.log for number, boot in enumerate(self._boots)}
+        self._collect("boot", {number: boot.done for number, boot in enumerate(self._boots)}, self._start_seconds)
         self.admit()
         self.rejoin()
 
@@ -269,16 +292,24 @@ class SlotPool:
         method: str,
         arguments: Mapping[int, tuple[object, ...]],
         failed: Callable[[Any], bool] = lambda answer: isinstance(answer, NereusError),
+        *,
+        together: bool = False,
     ) -> dict[int, Any]:
         """As `call`, but waits for every slot: what each said, or the NereusError that came of it.
 
-        After an answer that has `failed` none of the others waits any longer for groups that are being built.
+        After an answer that has `failed` none of the others waits any longer for groups that are being built; of work
+        that counts `together` alone they are soon told to end what they do.
         """
         owner = {self._actors[slot].do.remote(method, given): slot for slot, given in arguments.items()}
         found: dict[int, Any] = {}
-        waiting, deadline = list(owner), time.monotonic() + self._timeout_seconds
+        waiting, deadline, patience = list(owner), time.monotonic() + self._timeout_seconds, inf
         while waiting:
-            done, waiting = ray.wait(waiting, num_returns=1, timeout=max(deadline - time.monotonic(), 0.0))
+            left_seconds = min(deadline, patience) - time.monotonic()
+            done, waiting = ray.wait(waiting, num_returns=1, timeout=max(left_seconds, 0.0))
+            if not done and patience < deadline:
+                self.abort(f"another slot failed in {method}", tuple(owner[ref] for ref in waiting))
+                patience, together = inf, False
+                continue
             if not done:
                 late, said = f"did not finish {method} within {self._timeout_seconds:.0f} s", self._said(waiting, owner)
                 found |= {owner[ref]: SlotFailed(f"slot {owner[ref]} {late}{said}") for ref in waiting}
@@ -290,6 +321,7 @@ class SlotPool:
                 found[slot] = error
             if waiting and failed(found[slot]):
                 self.end_meeting()
+                patience = time.monotonic() + PATIENCE_SECONDS if together else patience
         return {slot: found[slot] for slot in arguments}
 
     def status(self, slots: Sequence[int] | None = None) -> dict[int, SlotStatus | None]:
@@ -302,12 +334,13 @@ class SlotPool:
         found = ask_each(self.contacts, {"ask": "memory"}, STATUS_SECONDS)
         return {slot: None if told is None else ControlMemory(**told) for slot, told in found.items()}
 
-    def abort(self, reason: str) -> tuple[int, ...]:
-        """Tells every slot to end the call that it is in, which then raises SlotAborted; those that were in one.
+    def abort(self, reason: str, slots: Sequence[int] | None = None) -> tuple[int, ...]:
+        """Tells slots (all) to end the call that they are in, which then raises SlotAborted; those that were in one.
 
-        A slot looks between tasks of a change, micro-batches, tokens and layers of a sync, not inside a collective.
+        A slot looks between tasks of a change, rounds of a transfer, micro-batches, tokens and layers of a sync, not
+        inside a collective.
         """
-        found = ask_each(self.contacts, {"ask": "abort", "reason": reason}, STATUS_SECONDS)
+        found = ask_each(self._contacts_of(slots), {"ask": "abort", "reason": reason}, STATUS_SECONDS)
         return tuple(slot for slot, told in found.items() if told)
 
     def _contacts_of(self, slots: Sequence[int] | None) -> dict[int, Contact]:
@@ -342,19 +375,27 @@ class SlotPool:
         The slots must be out of any world; `rejoin` follows.
         """
         for slot in lost:
-            ray.kill(self._actors.pop(slot))
-            _kill(self.contacts[slot])
+            self.kill(slot)
         renumbered = {old: new for new, old in enumerate(sorted(self._actors))}
         self._actors = {renumbered[old]: actor for old, actor in self._actors.items()}
         self.contacts = {renumbered[old]: found for old, found in self.contacts.items() if old in renumbered}
         self._logs_of = {renumbered[old]: log for old, log in self._logs_of.items() if old in renumbered}
         self.hosts = {renumbered[old]: host for old, host in self.hosts.items() if old in renumbered}
+        self._names = {renumbered[old]: name for old, name in self._names.items() if old in renumbered}
         self.numbers = tuple(sorted(self._actors))
         self.call("renumber", {slot: (slot,) for slot in self.numbers})
         return renumbered
 
+    def kill(self, slot: int) -> None:
+        """Ends a slot's process, where that is still to be done; `drop` follows."""
+        actor = self._actors.pop(slot, None)
+        if actor is not None:
+            ray.kill(actor)
+            _kill(self.contacts[slot])
+
     def rejoin(self) -> None:
         """Forms the world of the slots that there are."""
+        self.tell()
         self.join(self.numbers)
 
     def end_meeting(self) -> None:
@@ -419,7 +460,11 @@ class SlotPool:
 
     def close(self) -> None:
         """Ends every slot process and Ray; safe to call twice."""
-        for actor in (*self._actors.values(), *(actor for actor, *_ in self._boots)):
+        if self._touch is not None:
+            self._touch.close()
+        for actor in (*self._actors.values(), *(boot.actor for boot in self._boots)):
             ray.kill(actor)
         self._actors, self._boots, self.contacts = {}, [], {}
         ray.shutdown()
+        if self._keep is not None:
+            self._keep.path.unlink(missing_ok=True)

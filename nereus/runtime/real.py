@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
-from nereus.catalogue import hf_config
 from nereus.config import Config
 from nereus.control.outlook import StepObserved
 from nereus.control.records import SearchDone, StepRefused
+from nereus.control.written import written
 from nereus.costs.profile import Profile
-from nereus.errors import JournalError, NereusError, PlanOutgrown, SlotFailed
+from nereus.errors import NereusError, PlanOutgrown, SlotFailed
 from nereus.events import (
     ChangePlan,
     Command,
@@ -27,12 +26,12 @@ from nereus.events import (
     RunStep,
     StopRequested,
 )
-from nereus.interchange.companions import carry_tokenizer, settings_beside
 from nereus.layout import first_plan
-from nereus.model import VALUE_HEAD
 from nereus.report.display import Display
 from nereus.resumption import Resumption
-from nereus.runtime.changes import NEXT, ChangeBroken, first_state, start_generation
+from nereus.runtime.attach import line, reattach, told
+from nereus.runtime.attachment import Attaching
+from nereus.runtime.changes import ChangeBroken, first_state, start_generation
 from nereus.runtime.changing import Changing
 from nereus.runtime.checkpoints import Checkpoints, newest_good
 from nereus.runtime.fleet_schedule import FleetSchedule, Relaunch, SlotsArrived, SlotsLeaving, SlotsStay, Suspend
@@ -41,13 +40,13 @@ from nereus.runtime.journal import Journal, RunFolder, read_journal
 from nereus.runtime.losses import Losses
 from nereus.runtime.metrics import MetricsWriter
 from nereus.runtime.observer import Observer
+from nereus.runtime.outset import export_model, other_states
 from nereus.runtime.phases import Phases, StepRecord, task_of
 from nereus.runtime.pool import SlotPool
 from nereus.runtime.recovery import Standing
 from nereus.runtime.restore import restore
 from nereus.runtime.searches import Searches, Seek
-from nereus.slices import cut, movement
-from nereus.storage import emu_name, holding
+from nereus.storage import emu_name
 from nereus.workload import measured_phases
 
 PACE_COUNT, STOP_POLL_SECONDS = 8, 0.2
@@ -79,6 +78,7 @@ class RealWorld:
     stop: Stop
     recorded: Path | None = None
     resumption: Resumption | None = None
+    attaching: Attaching | None = None
     deciding_seconds: Callable[[], float] | None = None  # what a controller has taken of the job so far
     records: list[StepRecord] = field(default_factory=list)
 
@@ -185,9 +185,11 @@ class RealWorld:
 
     def _prepare(self) -> None:
         export_model(self.config, self.folder.model)
+        if self.attaching is not None:
+            self._attach(self.attaching)
+            return
         self.pool.call_all("configure", self.config, str(self.folder.model))
-        self.display.phase("probing the slots")
-        self.observer.begin(read_journal(self.folder.events))
+        self._probe()
         if self.resumption is not None:
             self._resume(self.resumption)
         else:
@@ -198,9 +200,28 @@ class RealWorld:
             other_states(self.job)
         start_generation(self.job)
         self.job.plan_sync()
-        self.journal.append(
-            "state", state_version=self.job.state_version, digests=self._digests(), plan_id=self.job.plan.plan_id
-        )
+        plan = written(self.job.plan)
+        self.journal.append("state", step=self._step, plan=plan, digests=self._digests(), **self.job.counters())
+
+    def _probe(self) -> None:
+        if self.config.fleet.reattach_seconds:
+            self.pool.host_memory = str(self.job.host.folder)
+            self.pool.tell()
+        self.display.phase("probing the slots")
+        self.observer.begin(read_journal(self.folder.events))
+
+    def _attach(self, attaching: Attaching) -> None:
+        started, job = time.monotonic(), self.job
+        attached = reattach(job, attaching, self.journal, self.folder.model, self.folder.checkpoints)
+        seconds, stand = time.monotonic() - started, attached.stand
+        self._step = attached.recovery.next_step - 1
+        self.journal.append("reattached", sync=True, **told(attached, attaching, job, self.config, seconds))
+        self.display.note(line(attached, attaching))
+        if stand.change is not None:
+            self.changing.settled(stand.change, stand.state_version if stand.committed else None, seconds)
+        if "checkpoint" in attached.recovery.sources.values():
+            self.checkpoints.saved_step = self._step
+        self._probe()
 
     def _resume(self, resumption: Resumption) -> None:
         folder = Path(resumption.folder)
@@ -319,12 +340,10 @@ class RealWorld:
         self.journal.append(
             "step_done",
             step=step,
-            plan_id=self.job.plan.plan_id,
             metrics=record.metrics,
             updates=record.updates,
             rollouts=record.rollouts,
-            data_position=self.job.data_position,
-            state_version=self.job.state_version,
+            **self.job.counters(),
         )
         self.metrics.write(step, record.metrics)
         self.display.step(record.metrics, str(self.job.plan))
@@ -414,6 +433,7 @@ class RealWorld:
             self.checkpoints.at_end(self._step)
         self.losses.standing = self.changing.command = self.changing.transaction = None
         self.display.phase("restarting the slots")
+        self.journal.append("recovering", lost=self.pool.numbers)
         self.pool.restart(command.slots)
         job.plan, job.sync = command.plan, None
         job.config = replace(job.config, fleet=replace(job.config.fleet, slots=command.slots))
@@ -429,10 +449,10 @@ class RealWorld:
             "recovered",
             sync=True,
             slots=command.slots,
-            plan_id=job.plan.plan_id,
+            plan=written(job.plan),
             plan_text=str(job.plan),
-            state_version=job.state_version,
             next_step=self._step + 1,
+            **job.counters(),
             sources=dict.fromkeys((emu_name(s) for _, s in job.plan.stages() if s.stage != "generate"), "checkpoint"),
             digests=self._digests(),
         )
@@ -461,35 +481,3 @@ class RealWorld:
         self._step = event.next_step - 1
         took = time.monotonic() - started
         self._queue.append(replace(event, state_version=self.job.state_version, pause_seconds=took))
-
-
-def other_states(job: Job, names: Sequence[str] = ("reference_infer", "critic_train")) -> None:
-    """Reference and critic from the actor: the reference is its copy, the critic its backbone with a new head."""
-    actor = job.plan.actor_train
-    present = holding(job.specs["actor"], actor)
-    for stage in (getattr(job.plan, name) for name in names):
-        full = holding(job.specs[stage.model], stage)
-        job.create(stage, full, NEXT)
-        target = {
-            slot: tuple(s for s in shards if s.component in ("weight", "master") and s.tensor != VALUE_HEAD)
-            for slot, shards in full.items()
-        }
-        slices = cut(present, target, rename={emu_name(stage): emu_name(actor)})
-        job.move(movement(slices, job.config.transfer.bucket_bytes), target, (emu_name(actor),), "", NEXT)
-        job.attach([stage], NEXT)
-        job.pool.call_all("drop", NEXT)
-
-
-def export_model(config: Config, folder: Path) -> None:
-    """Writes what vLLM reads: a Hugging Face config.json (the weights come by sync), and the tokenizer.
-
-    JournalError where `folder` cannot be written.
-    """
-    made = hf_config(config.model)
-    settings = made | settings_beside(config.model, made)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.json").write_text(json.dumps(settings, indent=1))
-        carry_tokenizer(config.model.folder, folder)
-    except OSError as error:
-        raise JournalError(f"{folder}: cannot be written: {error.strerror or error}") from error

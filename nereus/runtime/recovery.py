@@ -45,8 +45,16 @@ class Recovery:
     sources: Mapping[str, str]
 
 
-def retreat(job: Job, lost: Sequence[int], *, committed: bool) -> dict[int, int]:
-    """Takes the slots that are left apart and forms their world anew; new slot numbers by old ones.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Retreat:
+    """New slot numbers by old ones, and what each slot says: the optimizer steps of its parts, by EMU."""
+
+    numbers: Mapping[int, int]
+    optimizer_steps: tuple[Mapping[str, int], ...]
+
+
+def retreat(job: Job, lost: Sequence[int], *, committed: bool) -> Retreat:
+    """Takes the slots that are left apart and forms their world anew.
 
     SlotFailed when another slot is lost meanwhile.
     """
@@ -56,18 +64,28 @@ def retreat(job: Job, lost: Sequence[int], *, committed: bool) -> dict[int, int]
     if broken:
         raise SlotFailed("; ".join(f"slot {slot}: {error}" for slot, error in broken.items()), job.pool.lost())
     for steps in answers.values():
-        job.optimizer_steps |= steps
+        job.optimizer_steps |= {emu: count for emu, count in steps.items() if count >= 0}
     numbers = job.pool.drop(lost)
     job.shells.clear()
     job.pool.rejoin()
-    return numbers
+    return Retreat(numbers=numbers, optimizer_steps=tuple(answers.values()))
 
 
 def recover(
-    job: Job, plan: Plan, standing: Standing, numbers: Mapping[int, int], *, next_step: int, checkpoints: Path
+    job: Job,
+    plan: Plan,
+    standing: Standing,
+    numbers: Mapping[int, int],
+    *,
+    next_step: int,
+    checkpoints: Path,
+    detached: Mapping[int, frozenset[Shard]] | None = None,
 ) -> Recovery:
-    """Brings the job to `plan` from what `retreat` left. CheckpointError when there is nothing to go back to."""
-    held = _held(job, standing.plan, numbers)
+    """Brings the job to `plan` from what `retreat` left. CheckpointError when there is nothing to go back to.
+
+    `detached` says what each slot, by its new number, has indeed left; else it is what the standing plan says.
+    """
+    held = _held(job, standing.plan, numbers, detached)
     job.plan = plan
     stages = [stage for _, stage in plan.stages() if stage.stage != "generate"]
     sources = {emu_name(stage): _source(job, stage, held, standing) for stage in stages}
@@ -89,13 +107,18 @@ def recover(
     return Recovery(next_step=next_step, sources=sources)
 
 
-def _held(job: Job, plan: Plan, numbers: Mapping[int, int]) -> dict[str, dict[int, tuple[Shard, ...]]]:
+def _held(
+    job: Job, plan: Plan, numbers: Mapping[int, int], detached: Mapping[int, frozenset[Shard]] | None
+) -> dict[str, dict[int, tuple[Shard, ...]]]:
     """What is left of each EMU, under the new numbers."""
     found: dict[str, dict[int, tuple[Shard, ...]]] = {}
     for _, stage in plan.stages():
         if stage.stage != "generate":
             shards = holding(job.specs[stage.model], stage)
-            found[emu_name(stage)] = {numbers[slot]: s for slot, s in shards.items() if slot in numbers}
+            left = {numbers[slot]: s for slot, s in shards.items() if slot in numbers}
+            if detached is not None:
+                left = {slot: tuple(shard for shard in s if shard in detached[slot]) for slot, s in left.items()}
+            found[emu_name(stage)] = left
     return found
 
 

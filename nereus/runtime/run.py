@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -14,6 +15,7 @@ from nereus.interchange.start import check_folder
 from nereus.memory import check_memory
 from nereus.report.display import Display
 from nereus.resumption import Resumption
+from nereus.runtime.attachment import Attaching, Keep
 from nereus.runtime.journal import Journal, RunFolder
 from nereus.runtime.metrics import open_metrics
 from nereus.runtime.phases import task_of
@@ -24,9 +26,14 @@ from nereus.runtime.steering import Steering
 from nereus.world import Commander, drive
 
 
-def check_job(config: Config, rollouts: Path | None, first_step: int = 1) -> None:
-    """What can be judged before any process starts, beyond `nereus.validate`: memory, the task, recorded rollouts."""
+def check_job(config: Config, rollouts: Path | None, first_step: int = 1, *, in_cluster: bool = False) -> None:
+    """What can be judged before any process starts, beyond `nereus.validate`: memory, the task, recorded rollouts.
+
+    `in_cluster` says that it will run in a Ray cluster which is not there yet.
+    """
     check_memory(config, first_step)
+    if not in_cluster:
+        check_reattach(config)
     data = config.data
     if first_step == 1:
         check_folder(config.model)
@@ -48,6 +55,13 @@ def check_job(config: Config, rollouts: Path | None, first_step: int = 1) -> Non
             )
 
 
+def check_reattach(config: Config) -> None:
+    """ConfigError where slots are to outlive their driver but would end with the Ray that it starts."""
+    if config.fleet.reattach_seconds and not os.environ.get("RAY_ADDRESS"):
+        expected = "set RAY_ADDRESS: slots outlive their driver in a Ray cluster that does (`ray start --head`)"
+        raise ConfigError("fleet.reattach_seconds", config.fleet.reattach_seconds, expected)
+
+
 def run_job(
     config: Config,
     folder: RunFolder,
@@ -56,11 +70,12 @@ def run_job(
     rollouts: Path | None,
     resumption: Resumption | None = None,
     on_claimed: Callable[[], None] = lambda: None,
+    attaching: Attaching | None = None,
 ) -> None:
     """Trains to the end or to the first safe point after a stop. Raises NereusError; no process outlives it.
 
     InfeasiblePlan and other ConfigErrors come before anything is written or started. With `resumption` the run in
-    `folder` goes on from that checkpoint. `on_claimed` is called once no other process can write the run any more.
+    `folder` goes on from that checkpoint, with `attaching` on the slots that live. `on_claimed` is called once no other process can write the run any more.
     """
     check_job(config, rollouts, resumption.manifest.step + 1 if resumption else 1)
     with ExitStack() as ending:
@@ -68,17 +83,11 @@ def run_job(
         ending.callback(journal.close)
         journal.claim()
         on_claimed()
-        journal_start(journal, config, rollouts, resumption)
+        journal_start(journal, config, rollouts, resumption, attached=attaching is not None)
         try:
             metrics = open_metrics(config, folder, display.note)
             ending.callback(metrics.close)
-            pool = SlotPool(
-                config.fleet.slots,
-                folder.logs,
-                start_timeout_seconds=config.fleet.start_timeout_seconds,
-                phase_timeout_seconds=config.fleet.phase_timeout_seconds,
-                note=display.phase,
-            )
+            pool = _pool(config, folder, display, attaching)
             ending.callback(pool.close)
             stop.hold()
             world = RealWorld(
@@ -91,6 +100,7 @@ def run_job(
                 stop=stop,
                 recorded=None if rollouts is None else RunFolder(path=rollouts).rollouts,
                 resumption=resumption,
+                attaching=attaching,
             )
             ending.callback(world.close)
             drive(commander(world, ending), world)
@@ -98,6 +108,19 @@ def run_job(
             reason = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
             journal.append("run_stopped", reason=reason, error=str(error), sync=True)
             raise
+
+
+def _pool(config: Config, folder: RunFolder, display: Display, attaching: Attaching | None) -> SlotPool:
+    fleet = config.fleet
+    return SlotPool(
+        fleet.slots,
+        folder.logs,
+        start_timeout_seconds=fleet.start_timeout_seconds,
+        phase_timeout_seconds=fleet.phase_timeout_seconds,
+        note=display.phase,
+        keep=Keep(path=folder.slots, limit_seconds=fleet.reattach_seconds) if fleet.reattach_seconds else None,
+        attachment=attaching.attachment if attaching else None,
+    )
 
 
 def commander(world: RealWorld, ending: ExitStack) -> Commander:
@@ -117,7 +140,9 @@ def commander(world: RealWorld, ending: ExitStack) -> Commander:
     return steering
 
 
-def journal_start(journal: Journal, config: Config, rollouts: Path | None, resumption: Resumption | None) -> None:
+def journal_start(
+    journal: Journal, config: Config, rollouts: Path | None, resumption: Resumption | None, *, attached: bool = False
+) -> None:
     """The journal's first line of a run, or of its resumption: the configuration and from where."""
     facts = {
         "config": asdict(config),
@@ -131,6 +156,7 @@ def journal_start(journal: Journal, config: Config, rollouts: Path | None, resum
         "resumed",
         sync=True,
         step=resumption.manifest.step,
+        attached=attached,
         checkpoint=resumption.folder,
         refused=resumption.refused,
         state_version=max(resumption.state_version, resumption.manifest.state_version),

@@ -10,6 +10,7 @@ import gc
 import hashlib
 from collections.abc import Callable
 from pathlib import Path
+from typing import IO
 
 import torch
 from torch import Tensor
@@ -31,15 +32,16 @@ from nereus.rollout import Completion, Request
 from nereus.runtime import digest, fabric, state
 from nereus.runtime.control import Control
 from nereus.runtime.fabric import Program, Traffic
+from nereus.runtime.host_memory import OWNER, kept
 from nereus.runtime.job import IDLE_GROUPS, ShellKey
 from nereus.runtime.ledger import ActivationMeter, Ledger, resident_bytes, settle
 from nereus.runtime.messages import PhaseResult, SlotMemory
 from nereus.runtime.objective import Objective
 from nereus.runtime.progress import Progress
 from nereus.runtime.shards import Reader, SaveStarted, SaveState, Writing, fill
-from nereus.runtime.slot_save import SNAPSHOT, save
+from nereus.runtime.slot_save import SNAPSHOT, offload, save
 from nereus.runtime.slot_sync import run_sync
-from nereus.runtime.transformation import OLD, Performed, SlotChange, Transformation, room_of, snapshot_name
+from nereus.runtime.transformation import OLD, Performed, SlotChange, Transformation, room_of
 from nereus.storage import MOMENTS, Shard, emu_name
 from nereus.transitions.planned import SlotRoom
 from nereus.transitions.programs import Task
@@ -65,6 +67,7 @@ class Slot:
         self._writing: Writing | SaveState | None = None
         self._changing: Transformation | None = None
         self._retreated: dict[str, int] | None = None
+        self.keeping: IO[bytes] | None = None
         settle()
         gc.freeze()  # what was imported stays: collections look at what the job makes
         self._baseline_bytes = resident_bytes()
@@ -240,7 +243,7 @@ class Slot:
         self.ledger.hold(f"detached.{target_label}", self.ledger.held.get(f"detached.{target_label}", 0) + added)
         self.store.setdefault(target_label, {}).update(state.empty(missing))
         with self.ledger.during("staging", fabric.staging_bytes(program)):
-            return fabric.run(program, sources, self.store[target_label])
+            return fabric.run(program, sources, self.store[target_label], self.control.check)
 
     def _sources(self, emus: tuple[str, ...], label: str) -> dict[Shard, Tensor]:
         found: dict[Shard, Tensor] = {s: t for s, t in self.store.get(label, {}).items() if s.emu in emus}
@@ -258,15 +261,12 @@ class Slot:
 
     def offload(self, emu: str, folder: str) -> int:
         """The weights of an inference-only stage wait in host memory until they are next asked for; the bytes."""
-        if emu not in self.live:
-            return 0
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        try:
-            size_bytes = self.live[emu].offload(Path(folder) / f"offloaded-{snapshot_name(emu, self.number)}")
-        except OSError:  # no room there: it stays here
-            return 0
-        self.ledger.release(emu)
-        return size_bytes
+        return offload(self, emu, Path(folder))
+
+    def keep(self, folder: Path) -> None:
+        """The run's host memory, with `folder` in it, stays while this slot lives, whatever becomes of its driver."""
+        if self.keeping is None or self.keeping.name != str(folder.parent / OWNER):
+            self.keeping = kept(folder.parent)
 
     def digests(self, emus: tuple[str, ...], label: str) -> dict[Shard, int]:
         """The digest of every shard that this slot holds of `emus`, live or detached under `label`."""

@@ -39,9 +39,8 @@ def _layers(
     spec = slot.specs["actor"]
     given: set[str] = set()
     for program in programs:
-        slot.control.check()
         targets = state.empty(program.wanted)
-        part = fabric.run(program, sources, targets)
+        part = fabric.run(program, sources, targets, slot.control.check)
         part.staged_bytes += state.size_bytes(targets)
         traffic.add(part)
         for shard, data in targets.items():

@@ -199,7 +199,7 @@ class Transformation:
     def _run(self, program: Program) -> Traffic:
         sources, targets = _Merged(self._source, self.change.before), _Merged(self._target, self.change.after)
         with torch.no_grad(), self._slot.ledger.during("staging", fabric.staging_bytes(program)):
-            return fabric.run(program, sources, targets)
+            return fabric.run(program, sources, targets, self._slot.control.check)
 
     def _copy(self, task: Task) -> None:
         kept = self.change.copies.get(task.emu, ())
@@ -227,6 +227,7 @@ class Transformation:
         limit_bytes = max(slot.config.transfer.bucket_bytes // 2, 1)
         pieces = (bytes_of(piece) for part, data in parts for _, piece in copies(part, data, limit_bytes))
         path.parent.mkdir(parents=True, exist_ok=True)
+        slot.keep(path.parent)
         draft = path.with_suffix(".draft")
         with slot.ledger.during("staging", limit_bytes):
             write_file(draft, tuple(part.stored for part, _ in parts), pieces, hashed=False)

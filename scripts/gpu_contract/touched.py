@@ -22,6 +22,7 @@ FILES = (
     "nereus/engines/megatron/steps.py",
     "nereus/engines/vllm/boot.py",
     "nereus/engines/vllm/engine.py",
+    "nereus/runtime/cluster.py",
     "nereus/runtime/pool.py",
 )
 """`megatron/cpu.py` has no place here: it is what Megatron needs without CUDA."""

@@ -27,7 +27,7 @@ from nereus.interchange.start import check_folder
 from nereus.model import model_spec
 from nereus.rl.tokenizer import ByteTokenizer
 from nereus.runtime import checkpoints
-from nereus.runtime.real import export_model
+from nereus.runtime.outset import export_model
 from nereus.runtime.shards import MANIFEST
 from tests.interchange.test_folders import TINY, Made, nemo2, own_checkpoint
 

@@ -31,9 +31,10 @@ from nereus.runtime.changes import ChangeRecord, change_plan, first_state, start
 from nereus.runtime.job import Job
 from nereus.runtime.journal import Journal, RunFolder
 from nereus.runtime.metrics import open_metrics
+from nereus.runtime.outset import export_model, other_states
 from nereus.runtime.phases import Phases, task_of
 from nereus.runtime.pool import SlotPool
-from nereus.runtime.real import RealWorld, export_model, other_states
+from nereus.runtime.real import RealWorld
 from nereus.transition import placed_change
 from nereus.transitions.change import Mode
 from nereus.validate import validate

@@ -116,3 +116,24 @@ def test_a_slow_slot_is_named_until_it_has_recovered(journal: list[dict[str, Any
     assert "slow slots   slot 3 at 0.46 of the usual speed" in render(said, 2.0)
     assert said.as_json(2.0)["slow_slots"] == {"3": 0.46}
     assert "slow slots" not in render(status_of([*last, slow, again], writing=True), 2.0)
+
+
+def test_live_slots_that_were_taken_over(journal: list[dict[str, Any]]) -> None:
+    broken_off = [*cut(journal, "transition_started")]
+    resumed = {**broken_off[0], "kind": "resumed", "step": 4}
+    attached = {
+        "kind": "reattached",
+        "at_seconds": 200.0,
+        "plan_text": "the other plan",
+        "slots": 3,
+        "lost": [1],
+        "state_version": 1,
+        "next_step": 5,
+        "sources": {"actor.train": "slots", "critic.train": "slots"},
+    }
+    status = status_of([*broken_off, resumed, attached], writing=True)
+    assert (status.step, status.slots, status.plan, status.state_version) == (4, 3, "the other plan", 1)
+    assert status.pending == ""
+    told = "after step 4: a new driver took over 3 live slots, slots 1 lost, from slots"
+    assert told in render(status, 201.0)
+    assert status.as_json(201.0)["attached"] == told
