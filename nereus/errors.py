@@ -53,6 +53,10 @@ class PlanOutgrown(NereusError):
             "smaller micro_batch, or with nereus.policy=nereus"
         )
         self.step, self.width_tokens = step, width_tokens
+        self.args_kept = (step, plan_text, width_tokens, slot, needs, budget_bytes)
+
+    def __reduce__(self) -> tuple[type[PlanOutgrown], tuple[int, str, int, int, str, int]]:
+        return type(self), self.args_kept
 
 
 class SlotOutOfMemory(NereusError):

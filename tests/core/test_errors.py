@@ -7,14 +7,15 @@ import pickle
 import pytest
 
 from nereus import errors
-from nereus.errors import ConfigError, InfeasiblePlan, NereusError, SlotOutOfMemory
+from nereus.errors import ConfigError, InfeasiblePlan, NereusError, PlanOutgrown, SlotOutOfMemory
 from nereus.transitions.order import Infeasible
 
-WITH_MORE = (ConfigError, SlotOutOfMemory, Infeasible)
+WITH_MORE = (ConfigError, PlanOutgrown, SlotOutOfMemory, Infeasible)
 MADE = [
     ConfigError("plan.actor_train.tp", 3, "expected a divisor of model.heads = 8"),
     InfeasiblePlan("plan", "TP1", "slot 0 needs 5 bytes in update_actor"),
     SlotOutOfMemory(2, "update_actor", "grads", 1_000_000, 10),
+    PlanOutgrown(9, "TP1", 32, 0, "20 bytes in update_actor", 10),
     Infeasible(1, "target", 10, 5, ("too large",), ((1, 5),)),
     *(kind("what and where") for kind in NereusError.__subclasses__() if kind not in WITH_MORE),
 ]
