@@ -192,7 +192,7 @@ class Control:
         with self._lock:
             if self._doing is None:
                 return False
-            self._reason = reason or "no reason was given"
+            self._reason = self._reason or reason or "no reason was given"  # the first one is the cause
             return True
 
 

@@ -22,6 +22,7 @@ from nereus.config import (
     ProbeConfig,
     RunConfig,
     StageConfig,
+    TransferConfig,
     WarmupConfig,
 )
 from nereus.controller import Controller
@@ -70,6 +71,7 @@ def config(**changes: Any) -> Config:
         warmup=WarmupConfig(steps=12, samples=32, lr=3e-3),
         plan=FIRST,
         probe=ProbeConfig(seconds=0.0),
+        transfer=TransferConfig(bucket_bytes=4 << 20),  # so small a model then travels in several rounds
         logger=LoggerConfig(wandb="off"),
     )
     made = replace(base, **changes)
