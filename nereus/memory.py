@@ -17,12 +17,14 @@ from nereus.model import DTYPE_BYTES, ModelSpec, is_sparse, models_of
 from nereus.storage import holding, megatron_params, owned_ranges, vocab_rows
 from nereus.transition import placed_change
 
-OVERHEAD_BYTES = 24 << 20
-"""Communicators, engine tables and first-use caches of a slot on the CPU: above what shapes say ledgers show 2 to 10 MB, and
-up to 24 MB where all engines were built anew in a running job."""
+OVERHEAD_BYTES = 16 << 20
+"""Communicators and what processes keep of engines on the CPU: above what shapes say ledgers show 1 to 5 MB, and up to 16 MB
+where all engines were built anew in a running job."""
 LOGIT_COPIES = 6
 CACHE_BLOCK_TOKENS = 32
 """Tokens of a block of an engine's cache: the least that vLLM's CPU attention works well with (platforms/cpu.py)."""
+BATCH_TOKENS = 2048
+"""Tokens of one forward pass of an engine at most (vLLM's max_num_batched_tokens), unless a request may be longer."""
 REQUEST_TOKEN_BYTES = 5
 """Of each token that a request may have: its id and a flag in an engine's tables (vLLM's gpu_input_batch.py)."""
 RNG_BYTES = 5056
@@ -135,7 +137,7 @@ def plan_peaks(config: Config, plan: Plan, width_tokens: int | None = None) -> t
     peaks: list[SlotPeak] = []
     for slot in range(config.fleet.slots):
         base: dict[str, int] = {"overhead": OVERHEAD_BYTES}
-        phases: dict[str, dict[str, int]] = {"update_weights": {"staging": config.transfer.bucket_bytes}}
+        phases: dict[str, dict[str, int]] = {"update_weights": {"staging": staging_bytes(config, specs, plan, slot)}}
         for name, stage in plan.stages():
             rank = stage.rank_of(slot)
             if rank is None:
@@ -150,23 +152,39 @@ def plan_peaks(config: Config, plan: Plan, width_tokens: int | None = None) -> t
     return tuple(peaks)
 
 
+def staging_bytes(config: Config, specs: Mapping[str, ModelSpec], plan: Plan, slot: int) -> int:
+    """What a slot stages of a weight sync: a bucket, and no more than it sends and receives."""
+    spec = specs["actor"]
+    stages = [stage for stage in (plan.actor_train, plan.actor_generate) if slot in stage.slots]
+    own = sum(s.size_bytes for stage in stages for s in holding(spec, stage)[slot] if s.component == "weight")
+    return min(config.transfer.bucket_bytes, own)
+
+
 def stage_bytes(
     config: Config, spec: ModelSpec, stage: StagePlan, rank: int, width_tokens: int
 ) -> tuple[dict[str, int], dict[str, dict[str, int]]]:
     """What a stage keeps on the slot of a rank, by component; and phase -> what that adds with rows so wide."""
     if stage.stage == "generate":
         weights = sum(s.size_bytes for s in holding(spec, stage)[stage.slots[rank]])
-        return engine_bytes(config, weights), {}
+        return engine_bytes(config, weights, stage.layout.tp, max(stage.shares)), {}
     phases = {f"forward_{stage.model}": {"logits": logit_bytes(spec, stage, rank, width_tokens)}}
     if stage.stage == "train":
         phases[f"update_{stage.model}"] = {"activations": activation_bytes(spec, stage, rank, width_tokens)}
     return resident(spec, stage, rank), phases
 
 
-def engine_bytes(config: Config, weight_bytes: int) -> dict[str, int]:
-    """Bytes of a slot's part of an engine, by component: its cache has a fixed size, its tables the longest request's."""
-    data = config.data
+def engine_bytes(config: Config, weight_bytes: int, tp: int, requests: int) -> dict[str, int]:
+    """Bytes of a slot's part of an engine for so many requests, by component.
+
+    The cache has a fixed size, tables hold the longest requests. The workspace is what the process keeps of its largest
+    forward pass, the prompts: 2 h for a token, 2 q and 2 k, and 3 f of the MLP (gate and up, their product).
+    """
+    data, c = config.data, config.model
+    ffn = max(c.ffn, c.experts_per_token * c.expert_ffn)
+    cut = 2 * (c.heads + max(c.kv_heads, tp)) * c.head_dim + 3 * ffn
+    tokens = min(max(BATCH_TOKENS, request_tokens(data)), requests * data.max_prompt_tokens)
     return {
+        "workspace": tokens * (2 * c.hidden + cut // tp) * DTYPE_BYTES[c.dtype],
         "weights": weight_bytes * 2,  # the engine packs a copy of some tensors
         "kv_cache": config.rollout.kv_cache_bytes,
         "tables": REQUEST_TOKEN_BYTES * data.prompts_per_step * data.samples_per_prompt * request_tokens(data),

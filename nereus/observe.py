@@ -251,11 +251,12 @@ def expect(state: Observed, config: Config, plan: Plan, step: int, *, sampled: b
 
 def with_memory(expected: Expected, memory: Mapping[str, Mapping[str, float]], learnt: Margin) -> Expected:
     """The same with peaks for the rows that the step turned out to have."""
+    judge = learnt.unseen_bytes if expected.is_new else learnt.safe_bytes
     return replace(
         expected,
         memory=memory,
         memory_expected={slot: learnt.expected_bytes(size) for slot, size in memory.items()},
-        memory_safe={slot: learnt.safe_bytes(size) for slot, size in memory.items()},
+        memory_safe={slot: judge(size) for slot, size in memory.items()},
     )
 
 
@@ -271,15 +272,15 @@ def memory_parts(config: Config, plan: Plan, width_tokens: int) -> dict[str, dic
 def outgrown(state: Observed, config: Config, plan: Plan, step: int, width_tokens: int) -> PlanOutgrown | None:
     """Why `plan` may not work on the rows that step `step` has; None where it may.
 
-    Rows that it has carried before are no question. Wider ones are judged by the expected peak and the largest share that
-    a measured one was above that.
+    Rows that it has carried before are no question. Wider ones are judged by the expected peak and what a measured one was
+    above that at most.
     """
     if width_tokens <= state.carried.get(plan.plan_id, 0):
         return None
-    budget, share = config.fleet.slot_budget_bytes, 1 + state.margin.largest_share
+    budget, missed = config.fleet.slot_budget_bytes, state.margin.largest_bytes
     peaks = plan_peaks(config, plan, width_tokens)
     parts = memory_parts(config, plan, width_tokens)
-    needed = {peak.slot: share * state.margin.expected_bytes(parts[str(peak.slot)]) for peak in peaks}
+    needed = {peak.slot: state.margin.expected_bytes(parts[str(peak.slot)]) + missed for peak in peaks}
     worst = max(peaks, key=lambda peak: needed[peak.slot])
     if needed[worst.slot] <= budget:
         return None
@@ -320,11 +321,11 @@ def _stepped(state: Observed, record: Mapping[str, Any]) -> Observed:
         if seconds > 0:
             kind = PHASE_KINDS[phase]
             calibrations[kind] = observe(calibrations[kind], pending["terms"][phase], seconds)
-    learnt = state.margin
+    learnt, unseen = state.margin, pending["plan_id"] not in state.carried
     for slot, measured in record.get("peak_bytes", {}).items():
         parts = (record.get("memory_bytes") or pending["memory_bytes"]).get(slot)
         if parts and measured > 0:
-            learnt = observe_peak(learnt, parts, measured)
+            learnt = observe_peak(learnt, parts, measured, unseen=unseen)
     return replace(
         state,
         calibrations=calibrations,

@@ -175,12 +175,12 @@ class Margin:
     """What predicted peaks miss, learnt from measured ones: a coefficient for each part, and the largest miss seen.
 
     Parts are bytes by name: `state` (what shapes say exactly) and `overhead` (communicators, engines' tables, first-use
-    caches: a rough figure). A plan is judged by `safe_bytes`: two deviations above the mean, and more by the largest
-    share that a measured peak was above its prediction.
+    caches: a rough figure). A plan is judged by `safe_bytes`: two deviations above the mean, or as many bytes as ever a
+    measured peak was above its prediction.
     """
 
     parts: Calibration
-    largest_share: float = 0.0
+    largest_bytes: float = 0.0
 
     def expected_bytes(self, parts: Mapping[str, float]) -> float:
         """What a slot will show at its peak."""
@@ -189,14 +189,18 @@ class Margin:
     def safe_bytes(self, parts: Mapping[str, float]) -> float:
         """What a slot must have room for."""
         found = predict(self.parts, parts)
-        return max(found.mean_seconds + 2 * found.deviation_seconds, (1 + self.largest_share) * found.mean_seconds)
+        return max(found.mean_seconds + 2 * found.deviation_seconds, found.mean_seconds + self.largest_bytes)
 
     def unseen_bytes(self, parts: Mapping[str, float]) -> float:
         """The same for a plan that has not run: its engines are built anew, and what that leaves is not learnt yet.
 
         So the overhead counts in whole, where the plan that runs shows less.
         """
-        return self.safe_bytes(parts) + max(0.0, 1.0 - self.parts.coefficients[OVERHEAD]) * parts.get(OVERHEAD, 0.0)
+        return self.safe_bytes(parts) + self.unlearnt_bytes(parts)
+
+    def unlearnt_bytes(self, parts: Mapping[str, float]) -> float:
+        """What of the overhead the measured plans do not show."""
+        return max(0.0, 1.0 - self.parts.coefficients[OVERHEAD]) * parts.get(OVERHEAD, 0.0)
 
 
 STATE, OVERHEAD = "state", "overhead"
@@ -215,10 +219,14 @@ def margin() -> Margin:
     return Margin(parts=start(prior))
 
 
-def observe_peak(state: Margin, parts: Mapping[str, float], measured_bytes: float) -> Margin:
-    """The margin after a slot's measured peak. An outlier moves the mean little, and the largest share all the way."""
-    missed = measured_bytes / state.expected_bytes(parts) - 1
-    return Margin(parts=observe(state.parts, parts, measured_bytes), largest_share=max(state.largest_share, missed))
+def observe_peak(state: Margin, parts: Mapping[str, float], measured_bytes: float, *, unseen: bool = False) -> Margin:
+    """The margin after a slot's measured peak. An outlier moves the mean little, and the largest miss all the way.
+
+    Of a plan that was `unseen` before, the whole overhead was expected.
+    """
+    expected = state.expected_bytes(parts) + (state.unlearnt_bytes(parts) if unseen else 0.0)
+    missed = measured_bytes - expected
+    return Margin(parts=observe(state.parts, parts, measured_bytes), largest_bytes=max(state.largest_bytes, missed))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

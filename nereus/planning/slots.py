@@ -71,11 +71,14 @@ class SlotMemory:
         if key not in self.known:
             held = holding(self.specs["actor"], plan)
             weights = max(sum(s.size_bytes for s in held[slot]) for slot in plan.slots)
-            self.known[key] = (engine_bytes(self.config, weights),)
-        own = self.known[key][0]
+            self.known[key] = ({"weights": weights},)
+        data = self.config.data
+        requests = -(-data.prompts_per_step * data.samples_per_prompt // layout.dp)
+        own = engine_bytes(self.config, self.known[key][0]["weights"], layout.tp, requests)
         fixed = {
             "weights": float(own["weights"]),
             "tables": float(own["tables"]),
+            "workspace": float(own["workspace"]),
             "overhead": float(OVERHEAD_BYTES),
             "staging": float(self.config.transfer.bucket_bytes),
         }

@@ -98,7 +98,7 @@ def test_a_configuration_is_planned_for_its_own_slots(capsys: pytest.CaptureFixt
     assert own["step_seconds"] >= first["step_seconds"]
     assert "actor_train tp=2 pp=2 dp=1" in own["plan"]
     assert max(peak["room_bytes"] for peak in first["peaks"]) == 268435456
-    config = [str(ROOT / "experiments/quickstart.yaml"), "fleet.slot_budget_bytes=60000000"]
+    config = [str(ROOT / "experiments/quickstart.yaml"), "fleet.slot_budget_bytes=50000000"]
     code, out, _ = told(capsys, job=["plan", *config])
     assert code == 1
     assert "nothing fits" in out

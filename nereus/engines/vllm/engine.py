@@ -31,11 +31,9 @@ from nereus.engines.vllm.boot import ENGINE_KEY, boot
 from nereus.engines.vllm.staging import WeightSlice, offer
 from nereus.engines.world import ProcessWorld
 from nereus.errors import TransferFailed
-from nereus.memory import CACHE_BLOCK_TOKENS
+from nereus.memory import BATCH_TOKENS, CACHE_BLOCK_TOKENS
 from nereus.rollout import Completion, Request
 
-BATCH_TOKENS = 2048
-"""Tokens of one forward pass at most (vLLM's max_num_batched_tokens), unless a request may be longer."""
 VOCAB_ALIGN = 64
 """Rows of the vocabulary are padded to a multiple of this (vLLM's DEFAULT_VOCAB_PADDING_SIZE)."""
 _EXPERTS = re.compile(r"(?P<before>.*\.(?P<family>mlp|block_sparse_moe))\.experts\.(.*\.)?(?P<weight>w13|w2)_weight")
