@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,6 @@ from nereus.config import (
     TransferConfig,
     WarmupConfig,
 )
-from nereus.controller import Controller
 from nereus.layout import first_plan
 from nereus.report.display import QuietDisplay
 from nereus.runtime.changes import ChangeRecord, change_plan, first_state, start_generation
@@ -36,6 +36,7 @@ from nereus.runtime.outset import export_model, other_states
 from nereus.runtime.phases import Phases, task_of
 from nereus.runtime.pool import SlotPool
 from nereus.runtime.real import RealWorld
+from nereus.runtime.run import commander
 from nereus.transition import placed_change
 from nereus.transitions.change import Mode
 from nereus.validate import validate
@@ -125,9 +126,11 @@ def run_job(
         recorded=recorded,
     )
     world.job.modes.update(modes or {})
-    drive(Controller(job_config), world)
-    world.metrics.close()
-    world.journal.close()
+    with ExitStack() as ending:
+        ending.callback(world.journal.close)
+        ending.callback(world.metrics.close)
+        ending.callback(world.searches.close)
+        drive(commander(world, ending), world)
     return world
 
 
