@@ -8,7 +8,7 @@ run: setup  ## train CONFIG (dotted overrides in ARGS)
 	@.venv/bin/nereus train $(CONFIG) $(ARGS)
 
 test: setup  ## all tests; ARGS are pytest's
-	@OMP_NUM_THREADS=1 .venv/bin/python -m pytest $(ARGS)
+	@bash scripts/run_tests $(ARGS)
 
 experiments: setup  ## carry out EXPERIMENT (finished runs are skipped; overrides and --only in ARGS) and collect its table
 	@.venv/bin/nereus experiment run $(EXPERIMENT) $(ARGS)
@@ -27,7 +27,7 @@ bench-admission: setup  ## admission against the best in hindsight on synthetic 
 	@OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.admission $(ARGS)
 
 bench-checkpoints: setup  ## runs that are killed in the middle of a save or stopped, then resumed: minutes
-	@NEREUS_BENCH_CHECKPOINTS=1 OMP_NUM_THREADS=1 .venv/bin/python -m pytest tests/live/test_checkpoint_endings.py -s $(ARGS)
+	@NEREUS_BENCH_CHECKPOINTS=1 OMP_NUM_THREADS=1 .venv/bin/python -m pytest tests/live/test_checkpoint_endings.py tests/live/test_endings.py -s $(ARGS)
 
 bench-controller: setup  ## events, searches and prices at 64 to 16,384 slots, the search against brute force, its bounds: minutes; ARGS: events growth search price instances gaps
 	@OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.controller $(ARGS)

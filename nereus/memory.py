@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 from nereus.config import Config, ModelConfig
 from nereus.errors import ConfigError, InfeasiblePlan
@@ -137,7 +138,7 @@ def plan_peaks(config: Config, plan: Plan, width_tokens: int | None = None) -> t
     peaks: list[SlotPeak] = []
     for slot in range(config.fleet.slots):
         base: dict[str, int] = {"overhead": OVERHEAD_BYTES}
-        phases: dict[str, dict[str, int]] = {"update_weights": {"staging": staging_bytes(config, specs, plan, slot)}}
+        phases: dict[str, dict[str, int]] = {"update_weights": {"staging": staging_bytes(config, plan, slot)}}
         for name, stage in plan.stages():
             rank = stage.rank_of(slot)
             if rank is None:
@@ -152,12 +153,17 @@ def plan_peaks(config: Config, plan: Plan, width_tokens: int | None = None) -> t
     return tuple(peaks)
 
 
-def staging_bytes(config: Config, specs: Mapping[str, ModelSpec], plan: Plan, slot: int) -> int:
+def staging_bytes(config: Config, plan: Plan, slot: int) -> int:
     """What a slot stages of a weight sync: a bucket, and no more than it sends and receives."""
-    spec = specs["actor"]
-    stages = [stage for stage in (plan.actor_train, plan.actor_generate) if slot in stage.slots]
-    own = sum(s.size_bytes for stage in stages for s in holding(spec, stage)[slot] if s.component == "weight")
+    own = sum(weight_bytes(config.model, stage).get(slot, 0) for stage in (plan.actor_train, plan.actor_generate))
     return min(config.transfer.bucket_bytes, own)
+
+
+@lru_cache(maxsize=512)
+def weight_bytes(model: ModelConfig, stage: StagePlan) -> Mapping[int, int]:
+    """Slot -> bytes of weights that it holds of the stage, padding left out."""
+    held = holding(models_of(model)[stage.model], stage)
+    return {slot: sum(s.size_bytes for s in shards if s.component == "weight") for slot, shards in held.items()}
 
 
 def stage_bytes(
@@ -165,7 +171,7 @@ def stage_bytes(
 ) -> tuple[dict[str, int], dict[str, dict[str, int]]]:
     """What a stage keeps on the slot of a rank, by component; and phase -> what that adds with rows so wide."""
     if stage.stage == "generate":
-        weights = sum(s.size_bytes for s in holding(spec, stage)[stage.slots[rank]])
+        weights = weight_bytes(config.model, stage)[stage.slots[rank]]
         return engine_bytes(config, weights, stage.layout.tp, max(stage.shares)), {}
     phases = {f"forward_{stage.model}": {"logits": logit_bytes(spec, stage, rank, width_tokens)}}
     if stage.stage == "train":

@@ -260,6 +260,22 @@ def with_memory(expected: Expected, memory: Mapping[str, Mapping[str, float]], l
     )
 
 
+SLOW_RATIO, SLOW_SECONDS = 3.0, 0.5
+"""A phase is worth a word when it took so many times its prediction, with two deviations, and so much more."""
+
+
+def slow_phases(expected: Expected, seconds: Mapping[str, float]) -> dict[str, float]:
+    """Phase -> seconds that were expected, of those that took far longer. None where an engine worked for the first time."""
+    if expected.fresh:
+        return {}
+    found: dict[str, float] = {}
+    for phase, prediction in expected.phases.items():
+        limit = SLOW_RATIO * (prediction.mean_seconds + 2 * prediction.deviation_seconds)
+        if seconds.get(phase, 0.0) > limit + SLOW_SECONDS:
+            found[phase] = prediction.mean_seconds
+    return found
+
+
 def memory_parts(config: Config, plan: Plan, width_tokens: int) -> dict[str, dict[str, float]]:
     """Slot -> part -> bytes of its predicted peak with rows of so many tokens, before any margin."""
     found: dict[str, dict[str, float]] = {}

@@ -274,7 +274,12 @@ class JobOutlook:
         return max(self._limit_tokens(at) for at in self._new_limits(step))
 
     def _excess(self, plan: Plan, plan_id: str, width_tokens: int) -> str | None:
-        """What a slot lacks when rows are so wide, or None; with the margin that was learnt."""
+        """What a slot lacks when rows are so wide, or None; with the margin that was learnt.
+
+        Rows that the plan has carried before are no question.
+        """
+        if width_tokens <= self.state.carried.get(plan_id, 0):
+            return None
         key = (plan_id, width_tokens)
         if key not in self.lacking:
             self.lacking[key] = self._judged(plan, plan_id, width_tokens)

@@ -99,7 +99,7 @@ class Profile:
 
     def record(self) -> dict[str, Any]:
         """As JSON holds it."""
-        return asdict(self)
+        return {**asdict(self), "slow": [list(each) for each in self.slow]}
 
     def weight(self, slots: Iterable[int]) -> float:
         """How many usual slots' worth these slots compute."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,7 @@ from nereus.observe import (
     fold,
     memory_parts,
     outgrown,
+    slow_phases,
     with_memory,
 )
 from nereus.runtime.changes import Transaction
@@ -52,6 +53,8 @@ class Observer:
     sampled: bool = True
     watching: bool = False
     """Whether slots are checked for their speeds."""
+    note: Callable[[str], None] = lambda _: None
+    """Tells the user what is worth a line."""
 
     def __post_init__(self) -> None:
         self.state = Observed()
@@ -137,6 +140,11 @@ class Observer:
             "memory_expected_bytes": dict(expected.memory_expected),
             "memory_safe_bytes": dict(expected.memory_safe),
         }
+        for phase, usual in slow_phases(expected, seconds).items():
+            self.journal.append(
+                "slow_phase", step=step.step, phase=phase, seconds=seconds[phase], expected_seconds=usual
+            )
+            self.note(f"step {step.step}: {phase} took {seconds[phase]:.1f} s, {usual:.1f} s were expected")
         self._check_speeds(step.step, expected, sum(seconds.values()))
         self._tell("observed", fields)
         self.told = {**fields, "fresh": expected.fresh}

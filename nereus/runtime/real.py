@@ -80,6 +80,7 @@ class RealWorld:
     resumption: Resumption | None = None
     attaching: Attaching | None = None
     deciding_seconds: Callable[[], float] | None = None  # what a controller has taken of the job so far
+    why: Callable[[], str] = lambda: ""  # the controller's last reason to give no other plan
     records: list[StepRecord] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -94,6 +95,7 @@ class RealWorld:
             journal=self.journal,
             sampled=self.recorded is None,
             watching=self.config.nereus.policy == "nereus" and self.config.probe.seconds > 0,
+            note=self.display.note,
         )
         self.phases.refusal = lambda step, width: self.observer.refusal(step, self.job.plan, width)
         self._queue: deque[Event | StepRefused | SlotsLeaving | SlotsArrived | SlotsStay] = deque()
@@ -150,9 +152,7 @@ class RealWorld:
             elif self._outgrown is not None:
                 self._stop_outgrown(self._outgrown[1])
             else:
-                raise NereusError(
-                    "the controller gave no command and nothing is left to happen: no plan is left to run"
-                )
+                self._stop_without_plan()
 
     def submit(self, command: Command | Seek | Relaunch | Suspend) -> None:
         """Carries out one command."""
@@ -288,6 +288,14 @@ class RealWorld:
         self._save_last()
         raise error
 
+    def _stop_without_plan(self) -> NoReturn:
+        """The controller waits and nothing is left to happen. What is whole is saved."""
+        if self.losses.standing is None:
+            self._save_last()
+        raise NereusError(
+            f"no plan is left for step {self._step + 1}: {self.why() or 'the controller gave no command'}"
+        )
+
     def _try_step(self, step: int) -> bool:
         """Whether the step was done; else slots were lost."""
         try:
@@ -354,7 +362,7 @@ class RealWorld:
         """What the slots say after a step. Where one has died since, the step stands and the next one finds the loss."""
         try:
             self.observer.after_step(record, self.job.plan)
-            return self.pool.call_all("memory")
+            return self.pool.call_all("memory", False)
         except SlotFailed as error:
             self.display.note(f"after step {record.step}: {str(error)[:200]}")
             return {}

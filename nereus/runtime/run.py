@@ -136,6 +136,7 @@ def commander(world: RealWorld, ending: ExitStack) -> Commander:
         asked_seconds=lambda: world.searches.seconds,
     )
     world.deciding_seconds = lambda: steering.spent_seconds
+    world.why = lambda: steering.why
     ending.callback(steering.close)
     return steering
 

@@ -466,9 +466,13 @@ class Slot:
 
     # -- facts ---------------------------------------------------------------------------------------------------
 
-    def memory(self) -> SlotMemory:
-        """The ledger beside the process's resident memory above its baseline."""
-        settle()
+    def memory(self, settled: bool = True) -> SlotMemory:  # Ray passes it by place
+        """The ledger beside the process's resident memory above its baseline.
+
+        Unless `settled`, what Python and the allocator keep for later is in the latter.
+        """
+        if settled:
+            settle()
         return SlotMemory(
             slot=self.number,
             held=dict(self.ledger.held),

@@ -32,6 +32,7 @@ from math import inf
 
 from nereus.config import Config
 from nereus.control.adaptive import Adaptive
+from nereus.control.admission import Decision, Rejected
 from nereus.control.controller import AdaptiveCommand, AdaptiveController, AdaptiveEvent, Record
 from nereus.control.outlook import JobOutlook, StepObserved
 from nereus.control.outset import controller_of
@@ -97,6 +98,7 @@ class Steering:
     arriving_slots: tuple[int, ...] = ()
     slow: Slow = ()
     stopped: StopRequested | None = None
+    why: str = ""  # the last decision's reason to stay
     controller: AdaptiveController | None = field(default=None, init=False)
 
     def handle(self, event: Told) -> tuple[Order, ...]:
@@ -279,6 +281,8 @@ class Steering:
         orders: list[Order] = []
         for command in commands:
             if isinstance(command, Record):
+                if isinstance(command.entry, Decision) and isinstance(command.entry.admission, Rejected):
+                    self.why = command.entry.admission.detail
                 self.journal.append("decision", entry=written(command.entry))
                 continue
             self.journal.append("commanded", command=written(command))

@@ -15,7 +15,7 @@ from typing import get_args
 import numpy as np
 
 from nereus.errors import ConfigError
-from nereus.transitions.change import Change, Hop, Residency
+from nereus.transitions.change import Change, EmuChange, Hop, Residency
 from nereus.transitions.durations import Durations
 from nereus.transitions.graph import (
     EDGE_KINDS,
@@ -344,25 +344,35 @@ class _Builder:
     def _activate(self, commit: int, built: dict[str, int]) -> None:
         """Engines are built before the commit, in their blank memory if it is there by then; activation follows.
 
-        A shell is built in all its memory, and what fills the memory waits for it.
+        A shell is built slot by slot in all its memory, and what fills the memory waits for it. Processes of any other
+        engine meet while they start, so it is one operation of all its slots: each meets it at the same place in its order.
         """
         for emu in self.change.emus:
-            for lane in self._slots(emu.emu, new=True):
+            lanes = self._slots(emu.emu, new=True)
+            for lane in lanes:
                 activate = self._add("activate", emu.emu, (lane,))
                 self._late(commit, activate)
                 room = self.blank.get((emu.emu, lane))
                 if room is not None:
                     self._edge(room, activate)
-                if emu.engine_seconds or emu.shell:
-                    engine = self._add("build_engine", emu.emu, (lane,))
-                    if emu.emu in built:
-                        self._edge(built[emu.emu], engine)
-                    if emu.idle and (emu.emu, lane) in self.quiesced:
-                        self._edge(self.quiesced[emu.emu, lane], engine)
-                    if emu.shell:
-                        self._around(emu.emu, lane, engine)
-                    elif room is not None and room not in self.late:
+                if emu.shell:
+                    self._around(emu.emu, lane, self._engine(emu, (lane,), built))
+            if emu.engine_seconds and lanes and not emu.shell:
+                engine = self._engine(emu, lanes, built)
+                rooms = [self.blank[emu.emu, lane] for lane in lanes if (emu.emu, lane) in self.blank]
+                for room in rooms:
+                    if room not in self.late:
                         self._edge(room, engine)
+
+    def _engine(self, emu: EmuChange, lanes: tuple[Lane, ...], built: dict[str, int]) -> int:
+        """The operation that builds an EMU's engine on these slots, after its groups and an idle engine's end there."""
+        engine = self._add("build_engine", emu.emu, lanes)
+        if emu.emu in built:
+            self._edge(built[emu.emu], engine)
+        for lane in lanes:
+            if emu.idle and (emu.emu, lane) in self.quiesced:
+                self._edge(self.quiesced[emu.emu, lane], engine)
+        return engine
 
     def _around(self, emu: str, lane: Lane, engine: int) -> None:
         for room in self.shell_rooms[emu, lane]:

@@ -176,7 +176,7 @@ def _check_engines(graph: TransitionGraph) -> None:
     operations = graph.operations
     emus = {emu.emu: emu for emu in graph.change.emus}
     groups = {operations[index].emu: index for index in graph.by_kind["build_groups"]}
-    engines = {operations[index].key: index for index in graph.by_kind["build_engine"]}
+    engines = _engines(graph)
     active = {operations[index].key: index for index in graph.by_kind["activate"]}
     blank = {operations[i].key: i for i in graph.by_kind["allocate"] if operations[i].note == "blank"}
     for r in graph.change.residencies:
@@ -199,13 +199,28 @@ def _check_engines(graph: TransitionGraph) -> None:
             raise broken(graph, engines[key], "must wait for its blank memory")
 
 
+def _engines(graph: TransitionGraph) -> dict[tuple[str, Lane], int]:
+    """What builds the engine of an EMU on a slot. Processes of an engine that is no shell meet: one operation builds it."""
+    found: dict[tuple[str, Lane], int] = {}
+    together: dict[str, int] = {}
+    shells = {emu.emu for emu in graph.change.emus if emu.shell}
+    for index in graph.by_kind["build_engine"]:
+        operation = graph.operations[index]
+        if operation.emu not in shells and together.setdefault(operation.emu, index) != index:
+            raise broken(
+                graph, index, f"its slots meet while they start: they belong to {graph.ids[together[operation.emu]]}"
+            )
+        found |= {(operation.emu, lane): index for lane in operation.lanes}
+    return found
+
+
 def _check_shells(graph: TransitionGraph) -> None:
     """A shell is built in all its memory, state and blank, before anything arrives in it."""
     operations = graph.operations
     shells = {emu.emu for emu in graph.change.emus if emu.shell}
     if not shells:
         return
-    engines = {operations[index].key: index for index in graph.by_kind["build_engine"]}
+    engines = _engines(graph)
     for index in graph.by_kind["allocate"]:
         op = operations[index]
         engine = engines.get(op.key) if op.emu in shells and op.note in ("", "blank") else None

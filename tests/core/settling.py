@@ -68,7 +68,8 @@ class Trial:
         names = sorted(self.running)
         name = names[self.choose(0, len(names) - 1)]
         operation = self.running.pop(name)
-        if fault == 2 or (self.cancelled and self.choose(0, 1)):
+        away = operation.via is not None and operation.via in self.world.lost  # what it reads is gone
+        if fault == 2 or away or (self.cancelled and self.choose(0, 1)):
             if operation.kind == "release" and self.choose(0, 1):
                 self.world.end(operation)  # it was done, only the answer was lost
             self.take(self.execution.handle(OperationFailed(operation_id=name, reason="broken pipe")))

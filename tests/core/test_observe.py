@@ -13,7 +13,7 @@ from nereus.config import AlgorithmConfig, Config, DataConfig, PlanConfig, Stage
 from nereus.costs.calibrate import Factor, margin, observe_peak
 from nereus.costs.profile import supposed
 from nereus.layout import Plan, first_plan
-from nereus.observe import Observed, after, by_toll, calibrated_tolls, expect, expected_change, fold
+from nereus.observe import Observed, after, by_toll, calibrated_tolls, expect, expected_change, fold, slow_phases
 from nereus.transitions.durations import Tolls
 from nereus.workload import StepBatch
 
@@ -138,6 +138,16 @@ def test_new_engines_are_fresh_and_a_plan_is_new_once() -> None:
     changed = expect(fold(records), OTHERS[0], first_plan(OTHERS[0]), 3)
     assert "reference_infer" not in changed.fresh
     assert "actor_train" in changed.fresh
+
+
+def test_a_phase_that_takes_far_longer_than_expected_is_told() -> None:
+    expected = expect(fold(list(journal(8))), FIRST, first_plan(FIRST), 9)
+    usual = {phase: each.mean_seconds for phase, each in expected.phases.items()}
+    assert slow_phases(expected, usual) == {}
+    assert slow_phases(expected, {**usual, "update_weights": 60.0}) == {"update_weights": usual["update_weights"]}
+    assert slow_phases(expected, {**usual, "update_weights": 3 * usual["update_weights"]}) == {}, "small things scatter"
+    first = expect(fold(list(journal(0))), FIRST, first_plan(FIRST), 1)
+    assert slow_phases(first, {"gen": 99.0}) == {}, "engines work for the first time"
 
 
 def test_torn_journals_teach_nothing_wrong() -> None:

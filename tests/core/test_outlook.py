@@ -151,6 +151,19 @@ def test_rows_that_grow_are_foreseen_to_pass_the_budget_before_they_do() -> None
     assert roomy.misfit(IDS["poor"], 9) is None
 
 
+def test_rows_that_a_plan_has_carried_are_no_question() -> None:
+    known = after_rows(rising({}, 200), {8: 256})
+    found = known.misfit(IDS["poor"], 9)
+    assert found is not None
+    assert found.within_steps == 0
+    carried = replace(known, lacking={}, state=replace(STATE, carried={IDS["poor"]: 256}))
+    assert carried.misfit(IDS["poor"], 9) is None
+    higher = after_rows(replace(rising({10: 136}, 200), state=carried.state), {8: 256})
+    grown = higher.misfit(IDS["poor"], 10)
+    assert grown is not None
+    assert "with rows of 264 tokens" in grown.reason
+
+
 # -- a limit that rises ------------------------------------------------------------------------------------------------
 
 

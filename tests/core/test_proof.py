@@ -175,6 +175,25 @@ def test_groups_meet_in_one_order_on_every_slot() -> None:
         )
 
 
+def test_an_engine_whose_processes_meet_is_one_operation() -> None:
+    """Cut in two, its slots could come to it in orders that cross other meetings; shells are built slot by slot."""
+    graph = graph_of("tp_change")
+    (at,) = graph.by_kind["build_engine"]
+    whole = graph.operations[at]
+    assert whole.lanes == (0, 1, 2, 3)
+    edges = []
+    for some in graph.edges:
+        into = [a for a, b in zip(some.before_index, some.after_index, strict=True) if b == at]
+        out = [b for a, b in zip(some.before_index, some.after_index, strict=True) if a == at]
+        more = [(a, len(graph.operations)) for a in into] + [(len(graph.operations), b) for b in out]
+        before, after = (*some.before_index, *(a for a, _ in more)), (*some.after_index, *(b for _, b in more))
+        edges.append(replace(some, before_index=before, after_index=after))
+    parted = with_operation(graph, at, lanes=(0, 1))
+    parted = replace(parted, operations=(*parted.operations, replace(whole, lanes=(2, 3))), edges=tuple(edges))
+    with pytest.raises(InvalidGraph, match=r"build_engine:actor.train:2-3: its slots meet while they start"):
+        check(parted)
+
+
 def scene_change(**parts: object):
     return replace(NAMED["tp_change"]().change, **parts)  # type: ignore[arg-type]
 

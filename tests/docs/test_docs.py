@@ -63,4 +63,7 @@ def test_what_a_page_points_at_is_there(page: Path) -> None:
         assert (page.parent / link).exists(), link
     for path in CODE.findall(text):
         assert (ROOT / path).exists(), path
+    for names, path in re.findall(r"((?:`test_\w+`(?: and )?)+) in `([\w/.]+)`", text):
+        for name in re.findall(r"test_\w+", names):
+            assert f"def {name}(" in (ROOT / path).read_text(), name
     assert len(ALL) > 15

@@ -69,7 +69,7 @@ def config(**changes: Any) -> Config:
         # a larger initial deviation than the default, so that attention takes part from the first step on: gradients
         # of q and k that nearly cancel have large relative rounding errors
         model=ModelConfig(init_std=0.08),
-        warmup=WarmupConfig(steps=12, samples=32, lr=3e-3),
+        warmup=WarmupConfig(steps=4, samples=32, lr=3e-3),
         plan=FIRST,
         probe=ProbeConfig(seconds=0.0),
         transfer=TransferConfig(bucket_bytes=4 << 20),  # so small a model then travels in several rounds

@@ -74,7 +74,7 @@ def wait_until(pool: SlotPool, slots: tuple[int, ...], reached: Callable[[SlotSt
 
 
 def test_it_answers_while_the_slot_computes(pool: SlotPool) -> None:
-    with busy(pool, (0, 1), compute, 2.5) as done:
+    with busy(pool, (0, 1), compute, 6.0) as done:
         started = time.monotonic()
         found, memory = pool.status(), pool.memory()
         assert time.monotonic() - started < 1, "a second for two questions to four slots"

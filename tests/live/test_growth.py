@@ -26,8 +26,10 @@ from nereus.layout import first_plan
 from nereus.memory import OVERHEAD_BYTES, plan_peaks
 from nereus.runtime.checkpoints import newest_good
 from nereus.runtime.journal import read_journal
+from nereus.runtime.ledger import resident_bytes
 from nereus.runtime.metrics import read_metrics
 from nereus.runtime.pool import SlotPool
+from nereus.runtime.slot import Slot
 from tests.live.scene import S, config, run_job
 
 FIRST_TOKENS, LAST_TOKENS, RISE = 16, 64, 5  # rows before the step of the rise, and from there on
@@ -39,11 +41,14 @@ WIDE = PlanConfig(
 )
 
 
-def growing(pool: SlotPool, policy: str) -> Config:
-    """A model that was not warmed up answers as long as it may. The budget holds 20 MB more than the first rows need.
+def as_new(slot: Slot) -> None:
+    """What earlier jobs left in the process is none of this job's, whose slots would be new ones."""
+    slot.configure(slot.config, str(slot.model_folder))
+    slot._baseline_bytes = resident_bytes()  # pyright: ignore[reportPrivateUsage]
 
-    What earlier jobs left in the slots' processes comes on top of it.
-    """
+
+def growing(pool: SlotPool, policy: str) -> Config:
+    """A model that was not warmed up answers as long as it may. The budget holds 20 MB more than the first rows need."""
     data = DataConfig(
         task="spell_backward",
         task_options={"min_word_len": 3, "max_word_len": 4},
@@ -63,15 +68,14 @@ def growing(pool: SlotPool, policy: str) -> Config:
         checkpoint=CheckpointConfig(keep_count=1),
         nereus=NereusConfig(policy=policy, plans=PlansConfig(allow=("*_train *PP1*",))),
     )
-    pool.call_all("configure", made, ".")
-    left_bytes = made.fleet.slot_budget_bytes - min(pool.call_all("free_bytes").values())
+    pool.call_all("apply", as_new)
     needed = [
         max(peak.total_bytes for peak in plan_peaks(made, first_plan(made), width))
         for width in (FIRST_TOKENS, LAST_TOKENS)
     ]
     budget = needed[0] + (20 << 20)
     assert needed[1] - OVERHEAD_BYTES > budget + (8 << 20), "the growth is no question of the margin"
-    return replace(made, fleet=FleetConfig(slot_budget_bytes=budget + left_bytes))
+    return replace(made, fleet=FleetConfig(slot_budget_bytes=budget))
 
 
 def test_a_fixed_plan_stops_before_the_step_that_it_cannot_hold(pool: SlotPool, tmp_path: Path) -> None:

@@ -250,12 +250,12 @@ def test_the_reference_waits_in_host_memory(pool: SlotPool, tmp_path: Path) -> N
         first = scene.step()
         held = {slot: facts.held for slot, facts in pool.call_all("memory").items()}
         scene.change(actor_train=S(dp=4, micro_batch=4))
-        waiting = len(list(scene.job.host.offloaded.glob("*")))
-        assert waiting == (4 if keep == "nothing" else 0), "a change of another model leaves it where it is"
+        waiting = [file.stat().st_size for file in scene.job.host.offloaded.glob("*")]
+        assert len(waiting) == (4 if keep == "nothing" else 0), "a change of another model leaves it where it is"
         scene.change(reference_infer=S(pp=2, dp=2, keep=keep))
         second = scene.step()
         losses = [row["actor/loss"] for record in (first, second) for row in record.updates]
-        steps[keep] = losses, held, scene.tensors("reference.infer")
+        steps[keep] = losses, held, scene.tensors("reference.infer"), sum(waiting)
         assert ("offload" in second.seconds) == (keep == "nothing")
     kept, away = steps["all"], steps["nothing"]
     assert kept[0] == pytest.approx(away[0], abs=1e-6)
@@ -263,4 +263,5 @@ def test_the_reference_waits_in_host_memory(pool: SlotPool, tmp_path: Path) -> N
     for slot in pool.numbers:
         assert kept[1][slot]["reference.infer.weights"] >= weights_bytes, "each slot had a replica"
         assert "reference.infer.weights" not in away[1][slot], "and now the room for other things"
+    assert away[3] == sum(kept[1][slot]["reference.infer.weights"] for slot in pool.numbers), "once, in host memory"
     assert all(torch.equal(kept[2][key], away[2][key]) for key in kept[2])

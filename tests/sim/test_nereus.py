@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from nereus.config import Config
+from nereus.config import Config, RolloutConfig
 from nereus.control.outset import VARIANTS, fleet_controller
 from nereus.layout import first_plan
 from nereus.report.explain import explained, render
@@ -90,7 +90,10 @@ def admissions(kept: Kept, kind: str) -> list[dict[str, Any]]:
 
 
 def test_it_follows_a_fleet_that_grows_and_shrinks() -> None:
-    kept = run([(0, 2), (250, 4), (800, 1)], delays=Delays(notice_seconds=150.0), config=large(26))
+    config = replace(
+        large(26), rollout=RolloutConfig(kv_cache_bytes=17 << 30)
+    )  # the job fits on eight, with room to spare
+    kept = run([(0, 2), (250, 4), (800, 1)], delays=Delays(notice_seconds=150.0), config=config)
     assert kept.rows[-1]["training/global_step"] == 26
     assert max(row["plan/slots"] for row in kept.rows) > 16
     assert kept.rows[-1]["plan/slots"] <= 8

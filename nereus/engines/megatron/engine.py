@@ -18,6 +18,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
 from nereus.config import AlgorithmConfig
+from nereus.engines.megatron.alone import alone
 from nereus.engines.megatron.architecture import DTYPES, layers_of, mark_tensor_parallel, transformer_config
 from nereus.engines.megatron.groups import ModelGroups
 from nereus.engines.megatron.heads import ValueHead
@@ -25,7 +26,7 @@ from nereus.engines.megatron.shell import Shell
 from nereus.engines.world import ProcessWorld
 from nereus.errors import StorageMismatch
 from nereus.layout import Coordinates, StagePlan
-from nereus.model import VOCAB_ALIGN, ModelSpec, round_up
+from nereus.model import VOCAB_ALIGN, ModelSpec, is_sparse, round_up
 from nereus.storage import (
     Param,
     Region,
@@ -66,8 +67,8 @@ def adam_of(algorithm: AlgorithmConfig, model: str) -> Adam:
 class TrainEngine:
     """Builds `stage` of `spec` on this slot over the slots of the stage; state is unfilled until `views` are written.
 
-    With `adam` None there is neither DDP nor optimizer (an inference-only stage). Collective over the stage's slots
-    where `groups`, of the stage's slots and layout, are not given.
+    With `adam` None there is neither DDP nor optimizer (an inference-only stage). Waits for nobody where `groups`, of the
+    stage's slots and layout, are given; else the slots of the stage make them together.
     """
 
     def __init__(
@@ -90,7 +91,8 @@ class TrainEngine:
         self.optimizer: Any = None
         self._host: Path | None = None
         self._inners: tuple[Any, ...] = ()
-        with self.groups.inside():
+        sparse = any(is_sparse(spec.config, layer) for layer in range(spec.config.layers))
+        with self.groups.inside(), alone(experts=sparse and stage.layout.ep > 1):
             self.config = transformer_config(spec, stage)
             self.module: Any = self._build_module()
             self.model: Any = self.module if adam is None else self._build_training(adam)
