@@ -32,10 +32,10 @@ bench-checkpoints: setup  ## runs that are killed in the middle of a save or sto
 bench-controller: setup  ## events, searches and prices at 64 to 16,384 slots, the search against brute force, its bounds: minutes; ARGS: events growth search price instances gaps
 	@OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.controller $(ARGS)
 
-bench-faults: setup  ## slots that die or fail at each kind of operation of a change, in each mode, and whole jobs that do: about 27 minutes; ARGS: words of the cases
+bench-faults: setup  ## slots and drivers that die or fail at each kind of operation of a change, in each mode: 20 minutes; ARGS: words of the cases, or every: 35 minutes
 	@OMP_NUM_THREADS=1 .venv/bin/python -W ignore -m benchmarks.faults $(ARGS)
-	@[ -n "$(ARGS)" ] || NEREUS_BENCH_CHECKPOINTS=1 OMP_NUM_THREADS=1 .venv/bin/python -W ignore -m pytest -q -s tests/live/test_checkpoint_endings.py -k change
-	@[ -n "$(ARGS)" ] || NEREUS_BENCH_ATTACH=1 OMP_NUM_THREADS=1 .venv/bin/python -W ignore -m pytest -q -s tests/live/test_attaching.py
+	@[ -n "$(filter-out every,$(ARGS))" ] || NEREUS_BENCH_CHECKPOINTS=1 OMP_NUM_THREADS=1 .venv/bin/python -W ignore -m pytest -q -s tests/live/test_checkpoint_endings.py -k "change $(if $(ARGS),,and commit)"
+	@[ -n "$(filter-out every,$(ARGS))" ] || NEREUS_BENCH_ATTACH=1 OMP_NUM_THREADS=1 .venv/bin/python -W ignore -m pytest -q -s tests/live/test_attaching.py $(if $(ARGS),,-k train)
 
 bench-plan: setup  ## seconds and memory of `nereus plan` for 16 and 1,024 GPUs
 	@.venv/bin/python -m benchmarks.plan

@@ -1,9 +1,10 @@
 """Slots that die or fail at each kind of operation of a change, in each mode: how every case ends.
 
-    make bench-faults                  all cases
-    make bench-faults ARGS=snapshot    those whose line contains a word
+    make bench-faults                  what fits into 20 minutes: every kind, each role, each mode
+    make bench-faults ARGS=every       all cases
+    make bench-faults ARGS=snapshot    those of them whose line contains a word
 
-A case is a job of four steps whose actor moves before the last, from slot 0 (DP1), or from slots 0 and 1 without a sharded
+A case is a job of three or four steps whose actor moves before the last, from slot 0 (DP1), or from slots 0 and 1 without a sharded
 optimizer (DP2), to one other slot; the fault strikes when a slot comes to its first task of a kind. A sender, the
 receiver or a bystander is killed, or the task fails, or a byte is flipped before the digests are compared. Written down
 before: the state version that stands, where the actor may come from, that all steps are done. In every case the state
@@ -34,6 +35,11 @@ EARLY = ("allocate", "build_groups", "build_engine")
 """Kinds that come at a boundary of the step before the change."""
 EMU = "actor.train"
 STEPS = 4
+"""Of the longest case."""
+SLOTS = 4
+EVERY = "every"
+"""The word for all cases."""
+POLL_SECONDS = 0.1
 Truth = dict[int, dict[str, str]]
 """Digests of the state after each step."""
 
@@ -52,6 +58,14 @@ class Case:
     def name(self) -> str:
         """Its line in the table."""
         return f"{self.fault:4} {self.mode:10} {self.kind:14} {'DP2' if self.replicated else 'DP1'} {self.role:9}"
+
+    @property
+    def steps(self) -> int:
+        """How many steps the job has, of which the actor moves before the last.
+
+        What comes early strikes in the step before, when the checkpoint of one more step is to be there.
+        """
+        return STEPS if self.kind in EARLY else STEPS - 1
 
     @property
     def receiver(self) -> int:
@@ -82,13 +96,8 @@ class Case:
         """Whether the task comes after the commit; with a snapshot the old state goes before it, to make room."""
         return self.kind in AFTER and not (self.kind == "release" and self.mode != "beside")
 
-    @property
-    def slots(self) -> int:
-        """How many slots the job needs."""
-        return self.receiver + 2
 
-
-def cases() -> list[Case]:
+def cases(*, every: bool = False) -> list[Case]:
     """Every kind: failures that all slots live through, a flipped byte, and each role killed in each mode."""
     found = [
         Case(fault="fail", kind=kind, mode="beside", replicated=bool(n % 2), role=_own_role(kind))
@@ -103,19 +112,29 @@ def cases() -> list[Case]:
             Case(fault="kill", kind=kind, mode=mode, replicated=(k + r + m) % 2 == 0, role=role)
             for k, kind in enumerate(kinds)
             for r, role in enumerate(ROLES)
-            if mode != "checkpoint" or r == k % 3  # there only the folder is another than in mode snapshot
+            if _wanted(mode, role, k, r) or (every and (mode != "checkpoint" or r == k % 3))
         ]
     return sorted(found, key=lambda case: (case.fault == "kill", case.mode if case.fault == "kill" else ""))
+
+
+def _wanted(mode: str, role: str, kind: int, place: int) -> bool:
+    """The sender and the receiver of every kind beside and with a snapshot, the others of every third; `every` has them all.
+
+    In mode checkpoint only the folder is another than in mode snapshot.
+    """
+    if mode == "checkpoint":
+        return kind % 3 == place == 1
+    return role != "bystander" or (kind + MODES.index(mode)) % 3 == 0
 
 
 def _own_role(kind: str) -> str:
     return "sender" if kind in OF_SENDER else "receiver"
 
 
-def job(case: Case, slots: int) -> Config:
+def job(case: Case) -> Config:
     """The job of a case: critic and reference are on all slots, whole on each."""
     actor = S(dp=2, slots=(0, 1), distributed_optimizer=False) if case.replicated else S(slots=(0,))
-    everywhere = S(dp=slots)
+    everywhere = S(dp=SLOTS)
     plan = PlanConfig(
         actor_train=actor,
         actor_generate=everywhere,
@@ -123,20 +142,20 @@ def job(case: Case, slots: int) -> Config:
         reference_infer=everywhere,
     )
     return config(
-        run=RunConfig(name="fault", seed=7, steps=STEPS),
+        run=RunConfig(name="fault", seed=7, steps=case.steps),
         model=ModelConfig(init_std=0.08, layers=2, hidden=64, head_dim=32, heads=2, kv_heads=2, ffn=128),
         warmup=WarmupConfig(steps=1, samples=8),
-        fleet=FleetConfig(slots=slots),
+        fleet=FleetConfig(slots=SLOTS),
         plan=plan,
-        changes=changes((STEPS, {"actor_train": S(slots=(case.receiver,))})),
+        changes=changes((case.steps, {"actor_train": S(slots=(case.receiver,))})),
         checkpoint=CheckpointConfig(every_steps=1),
     )
 
 
-def judged(case: Case, events: list[dict[str, Any]], slots: int, truth: Truth) -> str:
+def judged(case: Case, events: list[dict[str, Any]], truth: Truth) -> str:
     """What is wrong with how a case ended; nothing when it ended as it must."""
     done = {e["step"] for e in events if e["kind"] == "step_done"}
-    if done != set(range(1, STEPS + 1)) or events[-1].get("reason") != "done":
+    if done != set(range(1, case.steps + 1)) or events[-1].get("reason") != "done":
         return f"steps {sorted(done)}, end {events[-1].get('reason')}"
     lost = [e for e in events if e["kind"] == "slots_lost"]
     back = [e for e in events if e["kind"] == "recovered"]
@@ -146,14 +165,14 @@ def judged(case: Case, events: list[dict[str, Any]], slots: int, truth: Truth) -
     if len(lost) != 1 or len(back) != 1:
         return f"{len(lost)} losses and {len(back)} recoveries, expected one of each"
     committed = any(e["kind"] == "commit" for e in events[: events.index(lost[0])])
-    return _who_is_left(case, lost[0], back[0], slots) or _what_stands(case, back[0], truth, committed=committed)
+    return _who_is_left(case, lost[0], back[0]) or _what_stands(case, back[0], truth, committed=committed)
 
 
-def _who_is_left(case: Case, lost: dict[str, Any], back: dict[str, Any], slots: int) -> str:
+def _who_is_left(case: Case, lost: dict[str, Any], back: dict[str, Any]) -> str:
     gone = [case.victim] if case.fault == "kill" else []
     if lost["lost"] != gone:
         return f"lost {lost['lost']}, expected {gone}"
-    return "" if back["slots"] == slots - len(gone) else f"{back['slots']} slots go on"
+    return "" if back["slots"] == SLOTS - len(gone) else f"{back['slots']} slots go on"
 
 
 def _what_stands(case: Case, back: dict[str, Any], truth: Truth, *, committed: bool) -> str:
@@ -183,8 +202,9 @@ def sources(case: Case, *, committed: bool) -> set[str]:
 
 def truth_of(case: Case, pool: SlotPool, folder: Path) -> Truth:
     """The state after each step of the case's job without its change."""
+    made = job(case)
     undisturbed = replace(
-        job(case, len(pool.numbers)), changes=(), checkpoint=CheckpointConfig(every_steps=1, keep_count=9)
+        made, run=replace(made.run, steps=STEPS), changes=(), checkpoint=CheckpointConfig(every_steps=1, keep_count=9)
     )
     events: list[dict[str, Any]] = list(read_journal(run_job(pool, undisturbed, folder).folder.events))
     return {e["step"]: e["digests"] for e in events if e["kind"] == "checkpoint_saved"}
@@ -192,57 +212,75 @@ def truth_of(case: Case, pool: SlotPool, folder: Path) -> Truth:
 
 def run_case(case: Case, pool: SlotPool, folder: Path, truth: Truth) -> str:
     """Carries a case out; what is wrong, "" for nothing."""
-    slots = len(pool.numbers)
     kill = f"kill {pool.pids[case.victim]}"
     fault = kill if case.fault == "kill" else case.fault, case.kind, "" if case.kind == "transfer" else EMU
     modes: dict[str, Any] = {EMU: case.mode}
-    world = run_job(pool, job(case, slots), folder, faults={case.striker: fault}, modes=modes)
-    return judged(case, list(read_journal(world.folder.events)), slots, truth)
+    world = run_job(pool, job(case), folder, faults={case.striker: fault}, modes=modes)
+    return judged(case, list(read_journal(world.folder.events)), truth)
+
+
+class StandingPool(SlotPool):
+    """Four slots, and one that boots beside them and takes the place of the next one that dies; no job sees it before."""
+
+    def __init__(self, logs: Path) -> None:
+        logs.mkdir(exist_ok=True)
+        super().__init__(SLOTS + 1, logs, start_timeout_seconds=300, phase_timeout_seconds=60, note=lambda _: None)
+        self._leave_to((SLOTS,))
+
+    def arrived(self) -> int:
+        """What a job asks for."""
+        return 0
+
+    def fill(self, *, expect_loss: bool) -> None:
+        """Four slots again, and the next one on its way where one will be lost."""
+        while len(self.numbers) < SLOTS:
+            if not self._boots:
+                self.start_more(SLOTS - len(self.numbers))
+            while not super().arrived():
+                time.sleep(POLL_SECONDS)
+            self.call_all("leave")
+            self.admit()
+            self._leave_to(self.numbers[SLOTS:])
+        if expect_loss and not self._boots:
+            self.start_more(1)
+
+    def _leave_to(self, lost: tuple[int, ...]) -> None:
+        """Goes on without these slots."""
+        if lost:
+            self.call_all("leave")
+            self.drop(lost)
+        self.rejoin()
 
 
 def main(arguments: list[str]) -> int:
     """Prints a line a case and the count; 1 when a case ended otherwise than it must."""
-    wanted = [case for case in cases() if all(word in case.name for word in arguments)]
+    words = [word for word in arguments if word != EVERY]
+    known = cases(every=len(arguments) > 0)
+    wanted = [case for case in known if all(word in case.name for word in words)]
     started, wrong = time.monotonic(), 0
-    truths: dict[tuple[bool, int], Truth] = {}
+    truths: dict[bool, Truth] = {}
     with tempfile.TemporaryDirectory(prefix="nereus-faults-") as name:
-        pool = new_pool(Path(name))
+        pool = StandingPool(Path(name) / "logs")
         try:
             for number, case in enumerate(wanted):
-                pool = ready_pool(pool, case, Path(name))
-                begun, slots = time.monotonic(), len(pool.numbers)
-                key = case.replicated, slots
+                begun = time.monotonic()
                 try:
-                    if key not in truths:
-                        truths[key] = truth_of(case, pool, Path(name) / f"truth-{number}")
-                    said = run_case(case, pool, Path(name) / str(number), truths[key])
+                    pool.fill(expect_loss=any(each.fault == "kill" for each in wanted[number : number + 2]))
+                    if case.replicated not in truths:
+                        truths[case.replicated] = truth_of(case, pool, Path(name) / f"truth-{number}")
+                    said = run_case(case, pool, Path(name) / str(number), truths[case.replicated])
                 except Exception as error:  # noqa: BLE001  # the table shows every case
                     said = f"{type(error).__name__}: {str(error)[-700:]}"
                     pool.close()
-                    pool = new_pool(Path(name))
+                    pool = StandingPool(Path(name) / "logs")
                 wrong += bool(said)
                 seconds = time.monotonic() - begun
-                print(f"{case.name}  of {slots}: {said or 'as expected'}  ({seconds:.0f} s)", flush=True)
+                print(f"{case.name}: {said or 'as expected'}  ({seconds:.0f} s)", flush=True)
         finally:
             pool.close()
     minutes = (time.monotonic() - started) / 60
     print(f"{len(wanted)} cases, {wrong} ended otherwise than they must, {minutes:.1f} minutes")
     return int(wrong > 0)
-
-
-def new_pool(folder: Path) -> SlotPool:
-    """Fresh slots."""
-    logs = folder / "logs"
-    logs.mkdir(exist_ok=True)
-    return SlotPool(4, logs, start_timeout_seconds=300, phase_timeout_seconds=60, note=lambda _: None)
-
-
-def ready_pool(pool: SlotPool, case: Case, folder: Path) -> SlotPool:
-    """The pool where it has the slots that the case needs, else fresh ones."""
-    if len(pool.numbers) >= case.slots:
-        return pool
-    pool.close()
-    return new_pool(folder)
 
 
 if __name__ == "__main__":
