@@ -7,7 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
+settings.register_profile("nereus", deadline=None)  # examples take longer beside other work, and no timing is asserted
+settings.load_profile("nereus")
 GOLDEN = Path(__file__).parent / "golden"
 
 
