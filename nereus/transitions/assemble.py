@@ -29,6 +29,7 @@ from nereus.transitions.graph import (
     edges_of,
     grouped,
     lane_id,
+    uncollected,
 )
 from nereus.transitions.order import Lane, merged
 from nereus.transitions.room import FlowPiece, RoomPlan, plan_room, snapshots, stays
@@ -42,6 +43,7 @@ Ends = tuple[list[int], list[int]]
 """Of edges: the operations before and the operations after."""
 
 
+@uncollected()
 def assemble(change: Change, durations: Durations) -> TransitionGraph:
     """The transition graph of a change; ConfigError for wrong numbers, Infeasible when memory allows no order.
 

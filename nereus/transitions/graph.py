@@ -5,7 +5,9 @@ Edges are per EMU and per lane; the only operation that everything meets in is t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import gc
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, fields
 from functools import cached_property
 from itertools import pairwise
@@ -104,6 +106,18 @@ class Operation:
     def delta_bytes(self) -> int:
         """How the operation changes the memory of its lane."""
         return self.size_bytes if self.kind == "allocate" else -self.size_bytes if self.kind == "release" else 0
+
+
+@contextmanager
+def uncollected() -> Generator[None]:
+    """Without collections of garbage, which would look at every operation again and again: nothing made here is in a cycle."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def grouped(keys: Numbers, values: Numbers, count: int) -> list[list[int]]:

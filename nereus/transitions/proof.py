@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from nereus.transitions.change import Change, Residency
-from nereus.transitions.graph import MOVES, PLACES, TransitionGraph
+from nereus.transitions.graph import MOVES, PLACES, TransitionGraph, uncollected
 from nereus.transitions.holders import InvalidGraph, broken, check_sources, durability, flow_moves
 from nereus.transitions.order import Lane, lane_name
 
@@ -30,6 +30,7 @@ class Proof:
     exposed_bytes: Mapping[str, int]
 
 
+@uncollected()
 def check(graph: TransitionGraph) -> Proof:
     """Proves a graph, else InvalidGraph with the first violation.
 

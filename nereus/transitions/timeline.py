@@ -18,7 +18,7 @@ from itertools import accumulate
 
 from nereus.schedule import rounds
 from nereus.transitions.durations import NANOSECONDS_PER_SECOND, Durations, Hold
-from nereus.transitions.graph import PLACES, Place, TransitionGraph
+from nereus.transitions.graph import PLACES, Place, TransitionGraph, uncollected
 from nereus.transitions.order import Lane
 
 Span = tuple[int, float, float]
@@ -75,6 +75,7 @@ class Timeline:
         return sum(window.seconds for window in self.windows if window.place == place)
 
 
+@uncollected()
 def timeline(graph: TransitionGraph, durations: Durations) -> Timeline:
     """The list schedule of a graph that `nereus.transitions.proof.check` accepts."""
     length = [round(op.seconds * NANOSECONDS_PER_SECOND) for op in graph.operations]
