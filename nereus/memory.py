@@ -155,12 +155,12 @@ def plan_peaks(config: Config, plan: Plan, width_tokens: int | None = None) -> t
 
 def staging_bytes(config: Config, plan: Plan, slot: int) -> int:
     """What a slot stages of a weight sync: a bucket, and no more than it sends and receives."""
-    own = sum(weight_bytes(config.model, stage).get(slot, 0) for stage in (plan.actor_train, plan.actor_generate))
+    own = sum(stage_weight_bytes(config.model, stage).get(slot, 0) for stage in (plan.actor_train, plan.actor_generate))
     return min(config.transfer.bucket_bytes, own)
 
 
 @lru_cache(maxsize=512)
-def weight_bytes(model: ModelConfig, stage: StagePlan) -> Mapping[int, int]:
+def stage_weight_bytes(model: ModelConfig, stage: StagePlan) -> Mapping[int, int]:
     """Slot -> bytes of weights that it holds of the stage, padding left out."""
     held = holding(models_of(model)[stage.model], stage)
     return {slot: sum(s.size_bytes for s in shards if s.component == "weight") for slot, shards in held.items()}
@@ -171,7 +171,7 @@ def stage_bytes(
 ) -> tuple[dict[str, int], dict[str, dict[str, int]]]:
     """What a stage keeps on the slot of a rank, by component; and phase -> what that adds with rows so wide."""
     if stage.stage == "generate":
-        weights = weight_bytes(config.model, stage)[stage.slots[rank]]
+        weights = stage_weight_bytes(config.model, stage)[stage.slots[rank]]
         return engine_bytes(config, weights, stage.layout.tp, max(stage.shares)), {}
     phases = {f"forward_{stage.model}": {"logits": logit_bytes(spec, stage, rank, width_tokens)}}
     if stage.stage == "train":

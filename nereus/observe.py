@@ -136,7 +136,8 @@ class Observed:
     """The state. `ran` is stage -> the cut that its present engine ran under; `plans` are those that ran.
 
     `noise_share` is how far whole steps of plans that ran fall from their predictions, `carried` the width in tokens of the
-    widest rows that each has worked on. `batch` is that of step `last_step`. `pending` is the prediction of the step under way, as the journal has it.
+    widest rows that each has worked on within slots' budgets of `budget_bytes`. `batch` is that of step `last_step`. `pending`
+    is the prediction of the step under way, as the journal has it.
     """
 
     profile: Profile | None = None
@@ -150,6 +151,7 @@ class Observed:
     ran: Mapping[str, str] = field(default_factory=dict[str, str])
     plans: tuple[str, ...] = ()
     carried: Mapping[str, int] = field(default_factory=dict[str, int])
+    budget_bytes: int = 0
     pending: Mapping[str, Any] | None = None
 
 
@@ -168,7 +170,9 @@ def after(state: Observed, record: Mapping[str, Any]) -> Observed:
             return _probed(state, recorded(record["profile"]), record.get("processes", {}))
         case "speeds":
             return _checked(state, record)
-        case "resumed" | "recovered":
+        case "run_started" | "resumed":
+            return _begun(state, record)
+        case "recovered":
             return replace(state, ran={}, pending=None)
         case "prediction":
             return replace(state, pending=record)
@@ -178,6 +182,13 @@ def after(state: Observed, record: Mapping[str, Any]) -> Observed:
             return _changed(state, record)
         case _:
             return state
+
+
+def _begun(state: Observed, record: Mapping[str, Any]) -> Observed:
+    """A run begins or goes on, maybe with a smaller budget: what was carried within a larger one says nothing then."""
+    budget_bytes = record.get("config", {}).get("fleet", {}).get("slot_budget_bytes", 0)
+    carried: Mapping[str, int] = {} if budget_bytes < state.budget_bytes else state.carried
+    return replace(state, ran={}, pending=None, carried=carried, budget_bytes=budget_bytes)
 
 
 def prior_of(kind: PhaseKind, profile: Profile) -> Prior:

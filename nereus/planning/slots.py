@@ -15,7 +15,14 @@ from nereus.costs.generation import equal_lengths
 from nereus.fleet import CPU_SLOT, uniform
 from nereus.layout import Layout, Plan, Stage, StagePlan, equal_shares
 from nereus.lengths import largest_limit, largest_row_tokens, request_tokens
-from nereus.memory import OVERHEAD_BYTES, activation_bytes, engine_bytes, kv_bytes_per_token, logit_bytes
+from nereus.memory import (
+    OVERHEAD_BYTES,
+    activation_bytes,
+    engine_bytes,
+    kv_bytes_per_token,
+    logit_bytes,
+    stage_weight_bytes,
+)
 from nereus.memory import resident as held_between
 from nereus.model import ModelSpec, models_of
 from nereus.planning.bytes import EngineBytes, StageBytes
@@ -24,7 +31,6 @@ from nereus.planning.ground import Terrain
 from nereus.planning.job import PHASES_OF, Job, language_model, scalar_model
 from nereus.planning.plan import GlobalPlan, Keep, StageChoice
 from nereus.planning.space import Space
-from nereus.storage import holding
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,9 +75,7 @@ class SlotMemory:
         plan = stage_plan(self.config, "actor_generate", StageChoice(layout=one), tuple(range(one.ranks)))
         key = ("engine", one)
         if key not in self.known:
-            held = holding(self.specs["actor"], plan)
-            weights = max(sum(s.size_bytes for s in held[slot]) for slot in plan.slots)
-            self.known[key] = ({"weights": weights},)
+            self.known[key] = ({"weights": max(stage_weight_bytes(self.config.model, plan).values())},)
         data = self.config.data
         requests = -(-data.prompts_per_step * data.samples_per_prompt // layout.dp)
         own = engine_bytes(self.config, self.known[key][0]["weights"], layout.tp, requests)

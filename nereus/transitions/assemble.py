@@ -361,9 +361,9 @@ class _Builder:
                     self._around(emu.emu, lane, self._engine(emu, (lane,), built))
             if emu.engine_seconds and lanes and not emu.shell:
                 engine = self._engine(emu, lanes, built)
-                rooms = [self.blank[emu.emu, lane] for lane in lanes if (emu.emu, lane) in self.blank]
-                for room in rooms:
-                    if room not in self.late:
+                for lane in lanes:
+                    room = self.blank.get((emu.emu, lane))
+                    if room is not None and room not in self.late:
                         self._edge(room, engine)
 
     def _engine(self, emu: EmuChange, lanes: tuple[Lane, ...], built: dict[str, int]) -> int:

@@ -140,6 +140,18 @@ def test_new_engines_are_fresh_and_a_plan_is_new_once() -> None:
     assert "actor_train" in changed.fresh
 
 
+def test_rows_carried_within_a_larger_budget_say_nothing_of_a_smaller_one() -> None:
+    def resumed(state: Observed, budget_bytes: int) -> Observed:
+        return after(state, {"kind": "resumed", "config": {"fleet": {"slot_budget_bytes": budget_bytes}}})
+
+    started = [{"kind": "run_started", "config": {"fleet": {"slot_budget_bytes": 200}}}]
+    known = fold([*started, *list(journal(3))[1:]])
+    assert set(known.carried.values()) == {BATCH.width_tokens}
+    assert resumed(known, 200).carried == resumed(known, 300).carried == known.carried
+    assert not resumed(known, 199).carried
+    assert not resumed(resumed(known, 300), 299).carried
+
+
 def test_a_phase_that_takes_far_longer_than_expected_is_told() -> None:
     expected = expect(fold(list(journal(8))), FIRST, first_plan(FIRST), 9)
     usual = {phase: each.mean_seconds for phase, each in expected.phases.items()}

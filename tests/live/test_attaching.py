@@ -173,10 +173,15 @@ def saved(pool: SlotPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ("checkpoint_saved 2, train 2", 3, "torn", "checkpoint", [1, 2, 3, 4]),  # four a step
         ("step_done 2, train 4", 4, "step done", "slots", [1, 2, 4]),
+        ("prediction 2", 2, "whole", "slots", [1, 2, 3, 4]),
+        ("perform 1", 2, "whole", "slots", [1, 2, 3, 4]),
         ("step_done 2, perform 2", 3, "whole", "slots", [1, 2, 3, 4]),
         ("commit 1, perform 1", 3, "whole", "slots", [1, 2, 3, 4]),
+        ("commit 1, perform 2", 3, "whole", "slots", [1, 2, 3, 4]),
         ("commit 1, finish_change 1", 3, "whole", "slots", [1, 2, 3, 4]),
+        ("transition_done 1", 3, "whole", "slots", [1, 2, 3, 4]),
         ("checkpoint_saved 2", 3, "whole", "slots", [1, 2, 3, 4]),
+        ("step_done 4", 5, "whole", "slots", [1, 2, 3, 4]),
     ],
 )
 def test_a_driver_dies_anywhere(

@@ -12,11 +12,9 @@ from nereus.config import (
     AlgorithmConfig,
     CheckpointConfig,
     Config,
-    DataConfig,
     FleetConfig,
     NereusConfig,
     PlanConfig,
-    PlansConfig,
     ResponseStepConfig,
     RunConfig,
     WarmupConfig,
@@ -49,10 +47,8 @@ def as_new(slot: Slot) -> None:
 
 def growing(pool: SlotPool, policy: str) -> Config:
     """A model that was not warmed up answers as long as it may. The budget holds 20 MB more than the first rows need."""
-    data = DataConfig(
-        task="spell_backward",
-        task_options={"min_word_len": 3, "max_word_len": 4},
-        prompt_template="{word}>",
+    data = replace(
+        config().data,
         prompts_per_step=64,
         samples_per_prompt=1,
         max_prompt_tokens=8,
@@ -66,7 +62,7 @@ def growing(pool: SlotPool, policy: str) -> Config:
         warmup=WarmupConfig(steps=0),
         plan=WIDE,
         checkpoint=CheckpointConfig(keep_count=1),
-        nereus=NereusConfig(policy=policy, plans=PlansConfig(allow=("*_train *PP1*",))),
+        nereus=NereusConfig(policy=policy),
     )
     pool.call_all("apply", as_new)
     needed = [
