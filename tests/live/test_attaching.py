@@ -177,7 +177,6 @@ def saved(pool: SlotPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("perform 1", 2, "whole", "slots", [1, 2, 3, 4]),
         ("step_done 2, perform 2", 3, "whole", "slots", [1, 2, 3, 4]),
         ("commit 1, perform 1", 3, "whole", "slots", [1, 2, 3, 4]),
-        ("commit 1, perform 2", 3, "whole", "slots", [1, 2, 3, 4]),
         ("commit 1, finish_change 1", 3, "whole", "slots", [1, 2, 3, 4]),
         ("transition_done 1", 3, "whole", "slots", [1, 2, 3, 4]),
         ("checkpoint_saved 2", 3, "whole", "slots", [1, 2, 3, 4]),
