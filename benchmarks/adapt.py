@@ -3,8 +3,10 @@
     make bench-adapt ARGS="--folder F --json OUT.json"     what is finished in the folder is not done again
     make bench-adapt ARGS="--only nereus --repeats 1"      contestants whose name has the word
 
-The schedule takes a slot away and gives it back, and makes another one slow. First static plans are measured under each
-condition: they say which plan is best when. Then every contestant runs, in turn, `--repeats` times. Which is which:
+The schedule takes a slot away and gives it back, lets responses grow so that the widest plan exceeds the slots' budget, and
+makes a slot slow. First static plans are measured under each condition: they say which plan is best when. Then every
+contestant runs, in turn, `--repeats` times. "Best" is the fastest start that no growth stops: all but nereus need one.
+Which is which:
 
   nereus            decides by itself from what it measures; told of nothing but the fleet
   dp-scaling        keeps TP and PP of its start, DP follows the slots: any number, or divisors of the batch
@@ -38,10 +40,11 @@ from benchmarks.adapt_job import (
     static_steps,
 )
 from benchmarks.adapt_report import (
-    Seconds,
+    Static,
     best_by_segment,
     best_static,
     contest_text,
+    lasting,
     segment_steps,
     static_rows,
     static_text,
@@ -72,17 +75,16 @@ def keep(path: Path, value: Any) -> None:
     partial.replace(path)
 
 
-def static_table(bench: Bench, segments: tuple[Segment, ...], options: argparse.Namespace, folder: Path) -> Seconds:
-    """Seconds of the static plans under each condition; a condition that comes again is measured once."""
-    found: Seconds = {}
-    known: dict[tuple[int, int], str] = {}
+def static_table(bench: Bench, segments: tuple[Segment, ...], options: argparse.Namespace, folder: Path) -> Static:
+    """Seconds and peaks of the static plans under each condition; a condition that comes again is measured once."""
+    found: Static = {}
+    known: dict[tuple[int, int, int], str] = {}
     for each in segments:
-        condition = each.slots, each.slow
-        if condition in known:
-            found[each.name] = found[known[condition]]
+        if each.condition in known:
+            found[each.name] = found[known[each.condition]]
             continue
-        known[condition] = each.name
-        path = folder / f"static-{each.slots}-{each.slow}.json"
+        known[each.condition] = each.name
+        path = folder / f"static-{'-'.join(str(part) for part in each.condition)}.json"
         names = [name for name, plan in PLANS.items() if runs_on(plan, each.slots) and name in options.plans]
         if (plans := kept(path)) is None:
             started = time.monotonic()
@@ -163,10 +165,11 @@ def main(arguments: list[str]) -> int:
             bench = Bench(pool=pool, cores=cores, throttle=throttle, signal=signal, folder=folder / "runs")
             static = static_table(bench, segments, options, folder)
             rows = static_rows(segments, static)
+            always = {name: row for name, row in rows.items() if name in lasting(static)}
             counts = segment_steps(segments, options.steps)
-            for line in static_text(segments, rows, options.steps):
+            for line in static_text(segments, static, options.steps):
                 say(line)
-            first, hindsight = best_by_segment(rows)[0], best_static(rows, counts)
+            first, hindsight = best_by_segment(always)[0], best_static(always, counts)
             who = contestants(first, hindsight)
             gap = [(n, min(r[at] for r in rows.values() if r[at])) for at, n in enumerate(counts)]  # pyright: ignore[reportArgumentType]
             away = sum(n * least for (n, least), each in zip(gap, segments, strict=True) if each.slots < 4)

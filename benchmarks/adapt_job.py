@@ -31,6 +31,7 @@ from nereus.config import (
     PlanChange,
     PlanConfig,
     ProbeConfig,
+    ResponseStepConfig,
     RunConfig,
     StageConfig,
     WarmupConfig,
@@ -44,8 +45,13 @@ from nereus.validate import validate
 from nereus.world import drive
 
 SLOTS = 4
-SAMPLES = 64
-MICRO_BATCH = 16
+BUDGET_BYTES = 80_000_000
+"""Of a slot: DP4 with whole mini-batches fits while responses are short, and does not when they are long."""
+SAMPLES = 96
+MINI_BATCHES = 2
+WHOLE, SMALL = 16, 8
+"""Most rows of a micro-batch: all that a replica has, and so few that long ones fit."""
+SHORT_TOKENS, LONG_TOKENS = 7, 23
 S = StageConfig
 
 
@@ -57,16 +63,23 @@ class Segment:
     first_step: int
     slots: int = SLOTS
     slow: int = -1
+    response_tokens: int = SHORT_TOKENS
+
+    @property
+    def condition(self) -> tuple[int, int, int]:
+        """What a plan's time depends on."""
+        return self.slots, self.slow, self.response_tokens
 
 
 def schedule_of(steps: int) -> tuple[Segment, ...]:
     """The schedule, over so many steps."""
-    at = [1 + steps * part // 10 for part in (0, 4, 6, 8)]
+    at = [1 + steps * part // 10 for part in (0, 3, 5, 6, 8)]
     return (
         Segment(name="four slots", first_step=at[0]),
         Segment(name="slot 3 is away", first_step=at[1], slots=3),
         Segment(name="slot 3 is back", first_step=at[2]),
-        Segment(name="slot 1 is slow", first_step=at[3], slow=1),
+        Segment(name="long responses", first_step=at[3], response_tokens=LONG_TOKENS),
+        Segment(name="slot 1 is slow", first_step=at[4], response_tokens=LONG_TOKENS, slow=1),
     )
 
 
@@ -80,29 +93,28 @@ def stages(train: StageConfig, engines: StageConfig | None = None) -> PlanConfig
     )
 
 
-def wide(dp: int, **more: Any) -> PlanConfig:
+def wide(dp: int, micro_batch: int = SMALL, **more: Any) -> PlanConfig:
     """All stages DP."""
-    return stages(S(dp=dp, micro_batch=MICRO_BATCH, **more))
+    return stages(S(dp=dp, micro_batch=micro_batch, **more))
 
 
 def by_share(*parts: int) -> PlanConfig:
-    """DP with shares in these proportions of a mini-batch."""
-    whole = tuple(2 * part for part in parts)
-    train = S(dp=len(parts), micro_batch=MICRO_BATCH, shares=parts)
+    """DP with these shares of a mini-batch."""
+    whole = tuple(MINI_BATCHES * part for part in parts)
+    train = S(dp=len(parts), micro_batch=SMALL, shares=parts)
     infer = replace(train, shares=whole)
     return PlanConfig(actor_train=train, critic_train=train, reference_infer=infer, actor_generate=infer)
 
 
 USUAL = "TP2·PP2"
 PLANS: dict[str, PlanConfig] = {
-    USUAL: stages(S(tp=2, pp=2, micro_batch=MICRO_BATCH), S(tp=2, dp=2)),
-    "PP2·DP2": stages(S(pp=2, dp=2, micro_batch=MICRO_BATCH), S(dp=4)),
-    "DP4": wide(4),
-    "DP4 10/5/9/8": by_share(10, 5, 9, 8),
-    "DP3": wide(3),
+    USUAL: stages(S(tp=2, pp=2, micro_batch=SMALL), S(tp=2, dp=2)),
+    "PP2·DP2": stages(S(pp=2, dp=2, micro_batch=SMALL), S(dp=4)),
+    f"DP4 mb{WHOLE}": wide(4, WHOLE),
+    f"DP4 mb{SMALL}": wide(4),
+    "DP4 14/8/13/13": by_share(14, 8, 13, 13),
+    f"DP3 mb{SMALL}": wide(3),
     "DP3 without 1": wide(3, slots=(0, 2, 3)),
-    "DP2": wide(2),
-    "DP1": wide(1),
 }
 """Static plans by name; on the first slots where nothing else is said."""
 
@@ -118,7 +130,7 @@ class Contestant:
 
 
 def contestants(best: str, static: str) -> tuple[Contestant, ...]:
-    """All of them; `best` is the fastest plan of the first segment, `static` the best over all segments."""
+    """All of them; `best` is the fastest plan of the first segment that always fits, `static` the best over all segments."""
     return (
         Contestant(name=f"nereus from {USUAL}", start=USUAL, policy="nereus"),
         Contestant(name=f"dp-scaling from {USUAL}", start=USUAL, policy="dp-scaling", divisible=True),
@@ -131,12 +143,10 @@ def contestants(best: str, static: str) -> tuple[Contestant, ...]:
     )
 
 
-def job(
-    plan: PlanConfig, steps: int, seed: int, policy: NereusConfig, schedule: tuple[FleetStepConfig, ...] = ()
-) -> Config:
-    """The configuration of a run."""
+def job(plan: PlanConfig, steps: int, seed: int, policy: NereusConfig, fleet: FleetConfig) -> Config:
+    """The configuration of a run; its responses are short."""
     restarts = policy.policy == "restart"
-    made = Config(
+    return Config(
         run=RunConfig(name="run", seed=seed, steps=steps),
         data=DataConfig(
             task="spell_backward",
@@ -145,20 +155,18 @@ def job(
             prompts_per_step=SAMPLES,
             samples_per_prompt=1,
             max_prompt_tokens=8,
-            max_response_tokens=15,
+            max_response_tokens=SHORT_TOKENS,
         ),
-        algorithm=AlgorithmConfig(mini_batches=2, actor_lr=1e-4, critic_lr=1e-4),
+        algorithm=AlgorithmConfig(mini_batches=MINI_BATCHES, actor_lr=1e-4, critic_lr=1e-4),
         model=ModelConfig(),
         warmup=WarmupConfig(steps=0),
-        fleet=FleetConfig(slots=SLOTS, schedule=schedule),
+        fleet=fleet,
         plan=plan,
         checkpoint=CheckpointConfig(keep_count=1 if restarts else 0),
         probe=ProbeConfig(seconds=4.0),
         logger=LoggerConfig(wandb="off"),
         nereus=policy,
     )
-    validate(made)
-    return made
 
 
 def fleet_steps(segments: tuple[Segment, ...], away_seconds: float | None) -> tuple[FleetStepConfig, ...]:
@@ -171,6 +179,15 @@ def fleet_steps(segments: tuple[Segment, ...], away_seconds: float | None) -> tu
             found.append(FleetStepConfig(step=each.first_step, slots=each.slots, away_seconds=away))
             present = each.slots
     return tuple(found)
+
+
+def response_steps(segments: tuple[Segment, ...]) -> tuple[ResponseStepConfig, ...]:
+    """`data.response_schedule` of the segments."""
+    return tuple(
+        ResponseStepConfig(step=after.first_step, max_response_tokens=after.response_tokens)
+        for before, after in pairwise(segments)
+        if after.response_tokens != before.response_tokens
+    )
 
 
 class Conditions:
@@ -243,7 +260,11 @@ def measure(bench: Bench, who: Contestant, repeat: int, steps: int, away_seconds
     """One run of a contestant under the schedule: seconds of every step, and where they went."""
     segments = schedule_of(steps)
     policy = NereusConfig(policy=who.policy, divisible=who.divisible)
-    config = job(PLANS[who.start], steps, 1 + repeat, policy, fleet_steps(segments, away_seconds))
+    schedule = fleet_steps(segments, away_seconds)
+    fleet = FleetConfig(slots=SLOTS, slot_budget_bytes=BUDGET_BYTES, schedule=schedule)
+    config = job(PLANS[who.start], steps, 1 + repeat, policy, fleet)
+    config = replace(config, data=replace(config.data, response_schedule=response_steps(segments)))
+    validate(config)
     before = os.getloadavg()[0]
     started = time.monotonic()
     records = carry_out(bench, config, {each.first_step: each.slow for each in segments}, f"{repeat}-{who.policy}")
@@ -275,19 +296,32 @@ def told(records: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def static_steps(bench: Bench, condition: Segment, names: list[str], steps: int) -> dict[str, list[float]]:
-    """Plan -> seconds of its steps under one condition, the first one left out; one run goes through all plans."""
+def static_steps(bench: Bench, condition: Segment, names: list[str], steps: int) -> dict[str, dict[str, Any]]:
+    """Plan -> seconds of its steps under one condition, the first one left out, and the highest peak of a slot.
+
+    One run without a budget goes through all plans.
+    """
     changes = tuple(
         ChangeConfig(step=1 + at * steps, plan=PlanChange(**{n: getattr(PLANS[name], n) for n in STAGE_NAMES}))
         for at, name in enumerate(names)
         if at
     )
-    config = replace(job(PLANS[names[0]], steps * len(names), 1, NereusConfig(policy="script")), changes=changes)
+    script = NereusConfig(policy="script")
+    config = replace(job(PLANS[names[0]], steps * len(names), 1, script, FleetConfig(slots=SLOTS)), changes=changes)
+    config = replace(config, data=replace(config.data, max_response_tokens=condition.response_tokens))
     validate(config)
     records = carry_out(bench, config, {1: condition.slow}, "static")
     metrics = [each["metrics"] for each in records if each["kind"] == "step_done"]
     found = [each["timing_s/step"] - each.get("timing_s/interleaved", 0.0) for each in metrics]
-    return {name: found[at * steps + 1 : (at + 1) * steps] for at, name in enumerate(names)}
+    peaks = {r["step"]: max(r["peak_bytes"].values(), default=0) for r in records if r["kind"] == "observed"}
+    parts = {name: range(at * steps + 2, (at + 1) * steps + 1) for at, name in enumerate(names)}
+    return {
+        name: {
+            "seconds": [found[step - 1] for step in part if step <= len(found)],
+            "peak_bytes": max((peaks.get(step, 0) for step in part), default=0),
+        }
+        for name, part in parts.items()
+    }
 
 
 STAGE_NAMES = ("actor_train", "critic_train", "reference_infer", "actor_generate")

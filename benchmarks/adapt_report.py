@@ -10,21 +10,30 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.adapt_job import Segment
+from benchmarks.adapt_job import BUDGET_BYTES, Segment
 
 DRAWS, SEED = 4000, 1
 Run = Mapping[str, Any]
-Seconds = dict[str, dict[str, list[float]]]
-"""Segment -> plan -> seconds of measured steps."""
+Static = dict[str, dict[str, Mapping[str, Any]]]
+"""Segment -> plan -> `seconds` of measured steps and `peak_bytes`, the highest of a slot."""
 
 
-def static_rows(segments: Sequence[Segment], measured: Seconds) -> dict[str, list[float | None]]:
-    """Plan -> median seconds of a step in each segment; None where it cannot run."""
+def static_rows(segments: Sequence[Segment], measured: Static) -> dict[str, list[float | None]]:
+    """Plan -> median seconds of a step in each segment; None where it cannot run: a slot is away, or holds too little."""
     names = dict.fromkeys(name for plans in measured.values() for name in plans)
-    return {
-        name: [median(found) if (found := measured[each.name].get(name)) else None for each in segments]
-        for name in names
-    }
+
+    def cell(segment: str, name: str) -> float | None:
+        found = measured[segment].get(name)
+        return median(found["seconds"]) if found and found["peak_bytes"] <= BUDGET_BYTES else None
+
+    return {name: [cell(each.name, name) for each in segments] for name in names}
+
+
+def lasting(measured: Static) -> set[str]:
+    """The plans that no budget stops in any segment, wherever they run."""
+    names = {name for plans in measured.values() for name in plans}
+    big = {name for plans in measured.values() for name, found in plans.items() if found["peak_bytes"] > BUDGET_BYTES}
+    return names - big
 
 
 def segment_steps(segments: Sequence[Segment], steps: int) -> list[int]:
@@ -34,7 +43,7 @@ def segment_steps(segments: Sequence[Segment], steps: int) -> list[int]:
 
 
 def best_by_segment(rows: Mapping[str, Sequence[float | None]]) -> list[str]:
-    """The fastest plan of every segment."""
+    """The fastest plan of every segment, of those that run in it."""
     count = len(next(iter(rows.values())))
     return [min((row[at], name) for name, row in rows.items() if row[at] is not None)[1] for at in range(count)]  # pyright: ignore[reportArgumentType]
 
@@ -49,22 +58,30 @@ def best_static(rows: Mapping[str, Sequence[float | None]], counts: Sequence[int
     return min(whole, key=lambda name: whole[name])
 
 
-def static_text(segments: Sequence[Segment], rows: Mapping[str, Sequence[float | None]], steps: int) -> Iterator[str]:
+def static_text(segments: Sequence[Segment], measured: Static, steps: int) -> Iterator[str]:
     """The table of static plans."""
+    rows = static_rows(segments, measured)
     counts, best = segment_steps(segments, steps), best_by_segment(rows)
-    yield "Static plans, measured: median seconds of a step under each condition (* the fastest)"
+    yield "Static plans, measured: median seconds of a step under each condition (* the fastest);"
+    yield f"  away: needs a slot that is not there; MB: what a slot holds at its peak, of a budget of {BUDGET_BYTES / 1e6:.0f}"
     yield f"  {'':<16}" + "".join(f"{each.name:>18}" for each in segments) + f"{'all steps, s':>14}"
     yield f"  {'steps':<16}" + "".join(f"{count:>18}" for count in counts) + f"{steps:>14}"
     for name, row in rows.items():
         cells = "".join(
-            f"{'-' if each is None else f'{each:.3f}' + ('*' if best[at] == name else ' '):>18}"
+            f"{_unfit(measured[segments[at].name].get(name)) if each is None else f'{each:.3f}' + ('*' if best[at] == name else ' '):>18}"
             for at, each in enumerate(row)
         )
         known = [each for each in row if each is not None]
-        whole = f"{sum(c * s for c, s in zip(counts, known, strict=True)):.1f}" if len(known) == len(row) else "waits"
+        total = f"{sum(c * s for c, s in zip(counts, known, strict=True)):.1f}" if len(known) == len(row) else "waits"
+        whole = total if name in lasting(measured) else "stops"
         yield f"  {name:<16}{cells}{whole:>14}"
     free = sum(count * min(r[at] for r in rows.values() if r[at] is not None) for at, count in enumerate(counts))  # pyright: ignore[reportArgumentType, reportOptionalOperand]
     yield f"  {'the fastest in each segment, changes free':<{16 + 18 * len(segments)}}{free:>14.1f}"
+
+
+def _unfit(found: Mapping[str, Any] | None) -> str:
+    """Why a plan does not run: a slot of it is away, or it needs so much of one."""
+    return "away " if found is None else f"{found['peak_bytes'] / 1e6:.0f} MB "
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

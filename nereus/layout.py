@@ -286,6 +286,14 @@ def batch_shares(stage: StagePlan, samples: int) -> tuple[int, ...]:
     return tuple(parts)
 
 
+def micro_batch_rows(samples: int, most: int) -> int:
+    """Rows of every micro-batch of a replica: no more micro-batches than `most` rows each need, and as even as they can be.
+
+    10 samples in micro-batches of at most 8 are two of 5. At least 1 row, also where there is no sample.
+    """
+    return max(1, -(-samples // max(1, -(-samples // most))))
+
+
 def _stage_plan(config: Config, name: str, stage: StageConfig) -> StagePlan:
     model, kind = name.split("_")
     layout = Layout(

@@ -12,7 +12,7 @@ from functools import lru_cache
 
 from nereus.config import Config, ModelConfig
 from nereus.errors import ConfigError, InfeasiblePlan
-from nereus.layout import Plan, StagePlan, first_plan
+from nereus.layout import Plan, StagePlan, batch_shares, first_plan, micro_batch_rows
 from nereus.lengths import largest_limit, largest_row_tokens, request_tokens, response_limit, row_tokens
 from nereus.model import DTYPE_BYTES, ModelSpec, is_sparse, models_of
 from nereus.storage import holding, megatron_params, owned_ranges, vocab_rows
@@ -97,8 +97,8 @@ def request_cache_bytes(config: Config, tp: int) -> int:
     return blocks * CACHE_BLOCK_TOKENS * kv_bytes_per_token(config.model, tp)
 
 
-def activation_bytes(spec: ModelSpec, stage: StagePlan, rank: int, width_tokens: int) -> int:
-    """Bytes kept for backward on a rank at its peak: micro-batches in flight x layers x tokens x what a layer keeps.
+def activation_bytes(spec: ModelSpec, stage: StagePlan, rank: int, width_tokens: int, samples: int) -> int:
+    """Bytes kept for backward of a mini-batch of so many samples on a rank at its peak: micro-batches in flight x layers x tokens x what a layer keeps.
 
     No more are in flight than a replica has.
     Per token and layer what autograd saves of the local spec, over TP where cut: norms and residuals 7 h; q, k and v (both
@@ -112,20 +112,31 @@ def activation_bytes(spec: ModelSpec, stage: StagePlan, rank: int, width_tokens:
     dense = attention + 5 * c.ffn // layout.tp
     sparse = attention + c.experts_per_token * (5 * c.expert_ffn // layout.expert_tp + 2 * c.hidden)
     elements = sum(sparse if is_sparse(c, layer) else dense for layer in layout.layers(at.pp))
-    in_flight = min(layout.pp - at.pp, max(1, -(-max(stage.shares) // stage.micro_batch)))
-    tokens = stage.micro_batch * -(-width_tokens // layout.cp)
+    share = replica_samples(stage, rank, samples)
+    in_flight = min(layout.pp - at.pp, max(1, -(-share // stage.micro_batch)))
+    tokens = micro_batch_rows(share, stage.micro_batch) * -(-width_tokens // layout.cp)
     kept = in_flight * elements * tokens * max(DTYPE_BYTES[c.dtype], 2)
-    logits = logit_bytes(spec, stage, rank, width_tokens)
+    logits = logit_bytes(spec, stage, rank, width_tokens, samples)
     return kept + logits + logits // LOGIT_COPIES
 
 
-def logit_bytes(spec: ModelSpec, stage: StagePlan, rank: int, width_tokens: int) -> int:
-    """Bytes of a micro-batch's logits and their copies on the last pipeline rank: tokens x local vocabulary x 4."""
+def replica_samples(stage: StagePlan, rank: int, samples: int) -> int:
+    """How many of `samples` the rank's replica runs; where replicas share out experts, as many as the one with most."""
+    shares = batch_shares(stage, samples)
+    return max(shares) if stage.layout.ep > 1 else shares[stage.layout.coordinates(rank).dp]
+
+
+def logit_bytes(spec: ModelSpec, stage: StagePlan, rank: int, width_tokens: int, samples: int) -> int:
+    """Bytes of a micro-batch's logits and their copies on the last pipeline rank: tokens x local vocabulary x 4.
+
+    The micro-batch is one of the rank's replica, of a pass over so many samples.
+    """
     layout, at = stage.layout, stage.layout.coordinates(rank)
     if at.pp != layout.pp - 1 or spec.head != "language":
         return 0
     rows = vocab_rows(spec.config.vocab, layout.tp, at.tp)[2]
-    return LOGIT_COPIES * stage.micro_batch * width_tokens * rows * 4
+    micro_batch = micro_batch_rows(replica_samples(stage, rank, samples), stage.micro_batch)
+    return LOGIT_COPIES * micro_batch * width_tokens * rows * 4
 
 
 def plan_peaks(config: Config, plan: Plan, width_tokens: int | None = None) -> tuple[SlotPeak, ...]:
@@ -173,9 +184,11 @@ def stage_bytes(
     if stage.stage == "generate":
         weights = stage_weight_bytes(config.model, stage)[stage.slots[rank]]
         return engine_bytes(config, weights, stage.layout.tp, max(stage.shares)), {}
-    phases = {f"forward_{stage.model}": {"logits": logit_bytes(spec, stage, rank, width_tokens)}}
+    samples = config.data.prompts_per_step * config.data.samples_per_prompt
+    phases = {f"forward_{stage.model}": {"logits": logit_bytes(spec, stage, rank, width_tokens, samples)}}
     if stage.stage == "train":
-        phases[f"update_{stage.model}"] = {"activations": activation_bytes(spec, stage, rank, width_tokens)}
+        part = samples // config.algorithm.mini_batches
+        phases[f"update_{stage.model}"] = {"activations": activation_bytes(spec, stage, rank, width_tokens, part)}
     return resident(spec, stage, rank), phases
 
 

@@ -32,7 +32,7 @@ from nereus.costs.rates import Rates
 from nereus.costs.shape import Shape, shape_of
 from nereus.costs.speeds import finish, replica_speeds
 from nereus.costs.training import BatchWork, Terms, forward_terms, train_terms
-from nereus.layout import Plan, StagePlan, batch_shares
+from nereus.layout import Plan, StagePlan, batch_shares, micro_batch_rows
 from nereus.lengths import limit_row_tokens, response_limit
 
 PhaseKind = Literal["sync", "gen", "infer", "train", "rest"]
@@ -162,7 +162,7 @@ def _work(config: Config, stage: StagePlan, batch: StepBatch, samples: int, prof
     return BatchWork(
         sequences=most * layout.dp,
         tokens=batch.width_tokens,
-        micro_batch=min(stage.micro_batch, most),
+        micro_batch=micro_batch_rows(most, stage.micro_batch),
         sharding="optimizer" if layout.distributed_optimizer else "none",
         attention="whole" if profile.device == "cpu" else "fused",
         sequence_parallel=False,

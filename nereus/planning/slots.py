@@ -55,10 +55,12 @@ class SlotMemory:
         for held in self._held(spec, plan):
             kept = {part: max(kept.get(part, 0.0), float(size)) for part, size in held.items()}
         ranks = range(plan.layout.ranks)
-        logits = max(logit_bytes(spec, plan, rank, width) for rank in ranks)
+        samples = self.config.data.prompts_per_step * self.config.data.samples_per_prompt
+        logits = max(logit_bytes(spec, plan, rank, width, samples) for rank in ranks)
         phases: dict[str, dict[str, float]] = {PHASES_OF[name][0]: {**kept, "logits": float(logits)}}
         if name.endswith("_train"):
-            active = max(activation_bytes(spec, plan, rank, width) for rank in ranks)
+            part = samples // self.config.algorithm.mini_batches
+            active = max(activation_bytes(spec, plan, rank, width, part) for rank in ranks)
             phases[PHASES_OF[name][1]] = {**kept, "activations": float(active)}
         return StageBytes(phases=phases, resident=kept, offloaded={}, moved=dict.fromkeys(phases, 0.0))
 

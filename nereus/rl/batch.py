@@ -20,6 +20,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from nereus.layout import micro_batch_rows
 from nereus.rl.tokenizer import PAD_ID
 
 
@@ -158,14 +159,15 @@ def pad_rows(batch: Batch, rows: int) -> Batch:
     return padded
 
 
-def micro_batches(share: Batch, rows: int) -> tuple[Batch, ...]:
-    """The share of one replica in micro-batches of exactly `rows` rows, the last one padded with zero-weight rows.
+def micro_batches(share: Batch, most: int) -> tuple[Batch, ...]:
+    """The share of one replica in micro-batches of at most `most` rows, all alike, the last padded with zero-weight rows.
 
-    A replica without samples gets one micro-batch of zero weight, so that it takes part in every collective.
-    Errors: ValueError for rows below 1.
+    Their rows are `nereus.layout.micro_batch_rows`. A replica without samples gets one micro-batch of zero weight, so that
+    it takes part in every collective. Errors: ValueError for fewer rows than 1.
     """
-    if rows < 1:
-        raise ValueError(f"a micro-batch has at least 1 row, got {rows}")
+    if most < 1:
+        raise ValueError(f"a micro-batch has at least 1 row, got {most}")
+    rows = micro_batch_rows(share.rows, most)
     count = max(1, -(-share.rows // rows))
     return split(pad_rows(share, count * rows), [rows] * count)
 

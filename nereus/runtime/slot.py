@@ -24,7 +24,7 @@ from nereus.engines.vllm.boot import boot
 from nereus.engines.vllm.engine import GenerationEngine
 from nereus.engines.world import Census, ProcessWorld, census
 from nereus.interchange import start
-from nereus.layout import StagePlan
+from nereus.layout import StagePlan, micro_batch_rows
 from nereus.lengths import request_tokens
 from nereus.model import models_of, seed_of
 from nereus.rl.batch import Batch, over_tensors
@@ -373,7 +373,8 @@ class Slot:
     def _logit_bytes(self, engine: TrainEngine, share: Batch, micro_batch: int) -> int:
         if not engine.last_stage or engine.spec.head != "language":
             return 0
-        return LOGIT_COPIES * micro_batch * share.width_tokens * engine.padded_vocab_rows * 4
+        rows = micro_batch if engine.stage.layout.ep > 1 else micro_batch_rows(share.rows, micro_batch)
+        return LOGIT_COPIES * rows * share.width_tokens * engine.padded_vocab_rows * 4
 
     def forward(self, emu: str, share: Batch, micro_batch: int, phase: str) -> PhaseResult:
         """Collective over the stage: what the model says about this slot's share of the batch."""

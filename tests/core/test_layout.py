@@ -23,6 +23,7 @@ from nereus.layout import (
     equal_shares,
     first_plan,
     layout_problem,
+    micro_batch_rows,
 )
 from tests.core.definition import places
 from tests.core.scenes import CONFIG, PP2_DP2, THREE, with_plan
@@ -219,3 +220,12 @@ def test_shares_are_of_a_mini_batch_in_training_and_of_the_batch_elsewhere() -> 
 def test_golden_plan(golden: Callable[[str, object], None]) -> None:
     plan: Plan = PLAN
     golden("plan_quickstart", {"plan_id": plan.plan_id, "text": str(plan), **asdict(plan)})
+
+
+@given(st.integers(0, 200), st.integers(1, 64))
+def test_micro_batches_are_as_few_as_their_limit_lets_and_as_even(samples: int, most: int) -> None:
+    rows = micro_batch_rows(samples, most)
+    count = max(1, -(-samples // rows))
+    assert 1 <= rows <= most
+    assert count == max(1, -(-samples // most)), "no more micro-batches than full ones would be"
+    assert rows == 1 or count * (rows - 1) < samples, "with a row less they would not hold the samples"

@@ -55,14 +55,17 @@ def test_shares_and_micro_batches_join_to_the_whole(data: st.DataObject, samples
     for share, size in zip(batches.split(batch, sizes), sizes, strict=True):
         micros = batches.micro_batches(share, micro_rows)
         assert len(micros) == max(1, -(-size // micro_rows))
-        assert all(micro.rows == micro_rows and micro.width_tokens == batch.width_tokens for micro in micros)
+        rows = micros[0].rows
+        assert rows <= micro_rows
+        assert len(micros) * rows - max(size, 1) < len(micros), "fewer rows are padding than there are micro-batches"
+        assert all(micro.rows == rows and micro.width_tokens == batch.width_tokens for micro in micros)
         spare = [micro for micro in micros[:-1] if float(micro.prompt_lengths.min()) == 0]
         assert not spare, "zero-weight rows only at the end of a replica's last micro-batch"
         rejoined["tokens"].append(batches.join_rows([micro.tokens for micro in micros], size))
         rejoined["mask"].append(batches.join_rows([micro.mask for micro in micros], size))
         for name in ("score", "logp"):
             rejoined[name].append(batches.join_rows([micro.columns[name] for micro in micros], size))
-        padding = batches.select(micros[-1], slice(size - (len(micros) - 1) * micro_rows, None))
+        padding = batches.select(micros[-1], slice(size - (len(micros) - 1) * rows, None))
         assert padding.tokens.eq(PAD_ID).all()
         assert float(padding.mask.sum() + padding.columns["score"].sum() + padding.columns["logp"].sum()) == 0.0
         assert int(padding.prompt_lengths.sum() + padding.response_lengths.sum()) == 0

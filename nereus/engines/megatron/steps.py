@@ -69,17 +69,16 @@ def _schedule(
 
 
 def _parts(engine: TrainEngine, share: Batch, micro_batch: int) -> tuple[Batch, ...]:
-    """The replica's micro-batches; replicas that share out experts run equally many, the last ones of zero weight.
+    """The replica's micro-batches; replicas that share out experts run as many as the one with most samples.
 
     Each layer with experts is an exchange among all ranks over which experts are spread and cut, so none of them may be
     without a micro-batch.
     """
-    parts = micro_batches(share, micro_batch)
-    if engine.stage.layout.ep == 1:
-        return parts
-    most = torch.tensor(len(parts), device=share.tokens.device)
-    dist.all_reduce(most, op=dist.ReduceOp.MAX, group=get_expert_tensor_and_model_parallel_group())
-    return micro_batches(pad_rows(share, int(most) * micro_batch), micro_batch)
+    if engine.stage.layout.ep > 1:
+        most = torch.tensor(share.rows, device=share.tokens.device)
+        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=get_expert_tensor_and_model_parallel_group())
+        share = pad_rows(share, int(most))
+    return micro_batches(share, micro_batch)
 
 
 def forward(engine: TrainEngine, share: Batch, *, micro_batch: int, temperature: float) -> Outputs | None:
