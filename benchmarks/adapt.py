@@ -77,7 +77,7 @@ def keep(path: Path, value: Any) -> None:
 
 def static_table(bench: Bench, segments: tuple[Segment, ...], options: argparse.Namespace, folder: Path) -> Static:
     """Seconds and peaks of the static plans under each condition; a condition that comes again is measured once."""
-    found: Static = {}
+    found: dict[str, dict[str, Any]] = {}
     known: dict[tuple[int, int, int], str] = {}
     for each in segments:
         if each.condition in known:

@@ -14,7 +14,7 @@ from benchmarks.adapt_job import BUDGET_BYTES, Segment
 
 DRAWS, SEED = 4000, 1
 Run = Mapping[str, Any]
-Static = dict[str, dict[str, Mapping[str, Any]]]
+Static = Mapping[str, Mapping[str, Mapping[str, Any]]]
 """Segment -> plan -> `seconds` of measured steps and `peak_bytes`, the highest of a slot."""
 
 
