@@ -133,8 +133,8 @@ def options_of(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="write everything that was measured")
     parser.add_argument("--only", default="", help="contestants whose name has this")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=30, help="steps of a run")
-    parser.add_argument("--static-steps", type=int, default=4, help="steps of a static plan under each condition")
+    parser.add_argument("--steps", type=int, default=20, help="steps of a run")
+    parser.add_argument("--static-steps", type=int, default=3, help="steps of a static plan under each condition")
     parser.add_argument(
         "--plans", nargs="+", default=tuple(PLANS), choices=tuple(PLANS), help="static plans to measure"
     )

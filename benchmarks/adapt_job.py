@@ -45,13 +45,13 @@ from nereus.validate import validate
 from nereus.world import drive
 
 SLOTS = 4
-BUDGET_BYTES = 80_000_000
+BUDGET_BYTES = 88_000_000
 """Of a slot: DP4 with whole mini-batches fits while responses are short, and does not when they are long."""
-SAMPLES = 96
-MINI_BATCHES = 2
-WHOLE, SMALL = 16, 8
+SAMPLES = 100
+MINI_BATCHES = 1
+WHOLE, SMALL = 32, 8
 """Most rows of a micro-batch: all that a replica has, and so few that long ones fit."""
-SHORT_TOKENS, LONG_TOKENS = 7, 23
+SHORT_TOKENS, LONG_TOKENS = 7, 15
 S = StageConfig
 
 
@@ -112,7 +112,7 @@ PLANS: dict[str, PlanConfig] = {
     "PP2·DP2": stages(S(pp=2, dp=2, micro_batch=SMALL), S(dp=4)),
     f"DP4 mb{WHOLE}": wide(4, WHOLE),
     f"DP4 mb{SMALL}": wide(4),
-    "DP4 14/8/13/13": by_share(14, 8, 13, 13),
+    "DP4 29/17/27/27": by_share(29, 17, 27, 27),
     f"DP3 mb{SMALL}": wide(3),
     "DP3 without 1": wide(3, slots=(0, 2, 3)),
 }
@@ -232,6 +232,7 @@ def carry_out(bench: Bench, config: Config, slow: Mapping[int, int], name: str) 
     bench.throttle.hold(0)
     if len(pool.numbers) != SLOTS or dict(pool.pids) != pool.as_begun:
         pool.restart(SLOTS)
+    pool.call_all("as_new")
     folder = create_run_folder(config, bench.folder / name)
     conditions = Conditions(bench.signal, pool, bench.cores, bench.throttle, slow)
     with ExitStack() as ending:

@@ -25,7 +25,7 @@ SURPRISE = 2.5
 SURPRISES_IN_A_ROW = 3
 FEW_TERMS = 8
 """So many terms are summed faster one by one than as arrays."""
-KEPT_ARRAYS = 16
+KEPT_ARRAYS = 32
 LEAST_COEFFICIENT = 0.05
 """A coefficient never falls below this part of its prior: more work is never faster."""
 
@@ -118,7 +118,7 @@ def moments(state: Calibration, terms: Mapping[str, float]) -> tuple[float, floa
     if len(weights) > FEW_TERMS:
         design = np.zeros(len(factors))
         design[[i for i, _ in weights]] = [weight for _, weight in weights]
-        return float(design @ np.array(factors)), max(float(design @ _array(covariance) @ design), 0.0)
+        return float(design @ _array(factors)), max(float(design @ _array(covariance) @ design), 0.0)
     mean = sum([weight * factors[i] for i, weight in weights])
     variance = 0.0
     for i, weight in weights:
@@ -130,8 +130,8 @@ def moments(state: Calibration, terms: Mapping[str, float]) -> tuple[float, floa
 _ARRAYS: dict[int, tuple[object, Matrix]] = {}
 
 
-def _array(rows: tuple[tuple[float, ...], ...]) -> Matrix:
-    """The rows as an array, from memory where these very rows were asked for lately; not to be written to."""
+def _array(rows: tuple[float, ...] | tuple[tuple[float, ...], ...]) -> Matrix:
+    """The numbers as an array, from memory where these very ones were asked for lately; not to be written to."""
     found = _ARRAYS.get(id(rows))
     if found is None or found[0] is not rows:
         if len(_ARRAYS) >= KEPT_ARRAYS:

@@ -91,6 +91,11 @@ class Slot:
         # what an earlier job left in this process: the allocator's and the libraries' own tables
         self.ledger.hold("overhead.process", max(resident_bytes() - self._baseline_bytes, 0))
 
+    def as_new(self) -> None:
+        """Nothing that earlier jobs left in this process counts from here on: for slots that outlive their job."""
+        self.configure(self.config, str(self.model_folder))
+        self._baseline_bytes = resident_bytes()
+
     def join(self, size: int, address: str, port: int, timeout_seconds: float) -> None:
         """Collective over all slots: forms the world."""
         self._retreated = None

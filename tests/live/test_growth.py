@@ -24,10 +24,8 @@ from nereus.layout import first_plan
 from nereus.memory import OVERHEAD_BYTES, plan_peaks
 from nereus.runtime.checkpoints import newest_good
 from nereus.runtime.journal import read_journal
-from nereus.runtime.ledger import resident_bytes
 from nereus.runtime.metrics import read_metrics
 from nereus.runtime.pool import SlotPool
-from nereus.runtime.slot import Slot
 from tests.live.scene import S, config, run_job
 
 FIRST_TOKENS, LAST_TOKENS, RISE = 16, 64, 5  # rows before the step of the rise, and from there on
@@ -37,12 +35,6 @@ WIDE = PlanConfig(
     critic_train=S(dp=4, micro_batch=16),
     reference_infer=S(dp=4, micro_batch=16),
 )
-
-
-def as_new(slot: Slot) -> None:
-    """What earlier jobs left in the process is none of this job's, whose slots would be new ones."""
-    slot.configure(slot.config, str(slot.model_folder))
-    slot._baseline_bytes = resident_bytes()  # pyright: ignore[reportPrivateUsage]
 
 
 def growing(pool: SlotPool, policy: str) -> Config:
@@ -64,7 +56,7 @@ def growing(pool: SlotPool, policy: str) -> Config:
         checkpoint=CheckpointConfig(keep_count=1),
         nereus=NereusConfig(policy=policy),
     )
-    pool.call_all("apply", as_new)
+    pool.call_all("as_new")
     needed = [
         max(peak.total_bytes for peak in plan_peaks(made, first_plan(made), width))
         for width in (FIRST_TOKENS, LAST_TOKENS)
