@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Literal, get_args
 
 import numpy as np
 
@@ -32,6 +33,11 @@ from nereus.transitions.planned import GENERATION
 
 DEVICE_ENGINE_SECONDS: Mapping[str, float] = {"train": 5.0, "infer": 5.0, "generate": 45.0}
 """To build an engine on a GPU: vLLM's cold start of an 8B model takes 39 to 59 s; Megatron's shell is an estimate."""
+Placing = Literal["measured", "standby", "pause"]
+"""Where a change's operations run: as the real world has run them; engines and groups built by standby processes beside the
+steps, which no run has done yet; or everything while the job waits."""
+PLACINGS: tuple[Placing, ...] = get_args(Placing)
+STANDBY = ("allocate", "build_groups", "build_engine")
 ENGINE_COPIES = 1
 STAGING_BYTES = 512 << 20
 
@@ -59,6 +65,7 @@ def change_between(
     engine_seconds: Mapping[str, float],
     *,
     holders: frozenset[int] | None = None,
+    placing: Placing = "measured",
 ) -> SimChange:
     """The change on the slots of `fleet`, of which `holders` (all) have their state. Infeasible where no mode fits."""
     living = set(fleet.slots) if holders is None else set(holders)
@@ -80,6 +87,7 @@ def change_between(
         change = change_of(report, mode="beside", reserve_bytes=0, engine_seconds=0.0)
         moved = int(report.routes.row_bytes.sum())
     change = _completed(config, change, before, after, changed, fleet, engine_seconds, living, restart=restart)
+    change = _placed(change, placing)
     try:
         graph = assemble(change, durations)
     except Infeasible:
@@ -206,6 +214,14 @@ def _completed(
         other_bytes=other,
         phase_bytes=dict.fromkeys(fleet.slots, budget // 4),
     )
+
+
+def _placed(change: Change, placing: Placing) -> Change:
+    """The change with its operations where `placing` says."""
+    if placing == "measured":
+        return change
+    emus = tuple(replace(emu, frozen=emu.frozen and placing != "pause", idle=False) for emu in change.emus)
+    return replace(change, emus=emus, early=(), outside=STANDBY if placing == "standby" else ())
 
 
 def _standing(

@@ -18,7 +18,7 @@ from nereus.costs.calibrate import Factor
 from nereus.fleet import Fleet
 from nereus.layout import Plan
 from nereus.planning.space import Space
-from nereus.sim.changes import DEVICE_ENGINE_SECONDS, SimChange, change_between, restarts_generation
+from nereus.sim.changes import DEVICE_ENGINE_SECONDS, Placing, SimChange, change_between, restarts_generation
 from nereus.sim.edges import Log
 from nereus.transition import same_cut
 from nereus.transitions.durations import Durations, Tolls
@@ -43,6 +43,7 @@ class Changes:
     config: Config
     tolls: Tolls = field(default_factory=Tolls)
     engine_seconds: Mapping[str, float] = field(default_factory=lambda: DEVICE_ENGINE_SECONDS)
+    placing: Placing = "measured"
     factor: Factor = field(default_factory=lambda: Factor(variance_ratio=FIRST_DEVIATION**2))
     _made: OrderedDict[Key, SimChange | Infeasible] = field(
         default_factory=OrderedDict["Key", "SimChange | Infeasible"]
@@ -56,7 +57,14 @@ class Changes:
             try:
                 durations = Durations(fleet=fleet, tolls=self.tolls)
                 made = change_between(
-                    self.config, before, after, fleet, durations, self.engine_seconds, holders=holders
+                    self.config,
+                    before,
+                    after,
+                    fleet,
+                    durations,
+                    self.engine_seconds,
+                    holders=holders,
+                    placing=self.placing,
                 )
                 self._made[key] = made
             except Infeasible as error:
