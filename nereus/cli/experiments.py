@@ -73,6 +73,12 @@ def add_experiment(parser: ArgumentParser) -> None:
     )
     parser.add_argument("--share", type=float, default=0.05, metavar="S", help="verify: of the runs (default: 0.05)")
     parser.add_argument("--seed", type=int, default=1, metavar="N", help="verify: which of the runs (default: 1)")
+    parser.add_argument(
+        "--metric",
+        metavar="NAME",
+        action="append",
+        help="collect: of steps only this (repeatable); runs have all theirs",
+    )
     parser.add_argument("--sample", action="store_true", help="collect: mark the table as a sample, not to be quoted")
 
 
@@ -296,7 +302,7 @@ def _collect(name: str, runs: Sequence[Run], arguments: Namespace) -> int:
     if not finished:
         raise NereusError(f"no run of {name} is finished; carry them out: nereus experiment run {name}")
     pairs = [(run, folder_of(run).path) for run in finished]
-    table = collected(pairs)
+    table = collected(pairs, arguments.metric)
     path = Path(arguments.out) if arguments.out else RUNS / name / TABLE
     source = source_of(pairs, command=_command(arguments), sample=arguments.sample)
     write_table(table, source, path)
@@ -310,6 +316,7 @@ def _command(arguments: Namespace) -> str:
     """The command line, for the record; where its result was written is no part of it."""
     words = ["nereus", "experiment", arguments.action, *arguments.words]
     words += ["--jobs", str(arguments.jobs)] if arguments.jobs > 1 else []
+    words += [word for metric in arguments.metric or () for word in ("--metric", metric)]
     words += [word for only in arguments.only or () for word in ("--only", only)]
     return shlex.join([*words, "--sample"] if arguments.sample else words)
 

@@ -34,8 +34,8 @@ from nereus.transitions.planned import GENERATION
 DEVICE_ENGINE_SECONDS: Mapping[str, float] = {"train": 5.0, "infer": 5.0, "generate": 45.0}
 """To build an engine on a GPU: vLLM's cold start of an 8B model takes 39 to 59 s; Megatron's shell is an estimate."""
 Placing = Literal["measured", "standby", "pause"]
-"""Where a change's operations run: as the real world has run them; engines and groups built by standby processes beside the
-steps, which no run has done yet; or everything while the job waits."""
+"""Where a change's operations run: as the real world has run them; engines and groups built ahead by standby processes where
+there is room for them, which no real run has done yet; or everything while the job waits."""
 PLACINGS: tuple[Placing, ...] = get_args(Placing)
 STANDBY = ("allocate", "build_groups", "build_engine")
 ENGINE_COPIES = 1

@@ -280,10 +280,10 @@ class SimulatedWorld:
             return
         change.planned = found
         if found.graph is not None:
-            count = len(self.transitions) + 1
             change.transit = Transit(
-                self.env, found.graph, durations, self.network, self.truth, count=count, on_commit=self._committed
-            )
+                self.env, found.graph, durations, self.network, self.truth, count=len(self.transitions) + 1,
+                ahead=self.placing == "standby", on_commit=self._committed,
+            )  # fmt: skip
             change.transit.begin()
 
     def _committed(self) -> None:
