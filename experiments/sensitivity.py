@@ -21,15 +21,10 @@ NAME = "sensitivity"
 TRACES = Path(__file__).with_name("traces")
 POLICIES = ("nereus", "dp-scaling")
 SEEDS = (1, 2)
-STEPS = 100
-RATIOS = {
-    "noise": (0.0, 2.0, 4.0, 8.0),
-    "link": (0.25, 0.5, 2.0, 4.0),
-    "engine": (0.25, 0.5, 2.0, 4.0),
-    "pace": (0.125, 0.25, 0.5, 2.0),
-}
+STEPS = 80
+RATIOS = {"noise": (0.0, 4.0), "link": (0.25, 4.0), "engine": (0.25, 4.0), "pace": (0.25, 4.0)}
 """What is varied, a scene's `..._ratio`, by how much; 1 is the scene itself."""
-LENGTHS = (10, 25, 50)
+LENGTHS = (20, 40)
 """Shorter jobs, in steps; the fleet and the lengths of a step stay."""
 
 
