@@ -105,7 +105,7 @@ class Changes:
 
     def _priced(self, before: Plan, after: Plan, fleet: Fleet, holders: frozenset[int]) -> PriceEstimate | None:
         if len(fleet.slots) > MANY_SLOTS:
-            return self._estimated(before, after, fleet, holders)
+            return self.estimated(before, after, fleet, holders)
         try:
             found = self.between(before, after, fleet, holders)
         except (Infeasible, InvalidGraph):
@@ -121,8 +121,8 @@ class Changes:
             bound_seconds=min(cost.bound_seconds, cost.seconds),
         )
 
-    def _estimated(self, before: Plan, after: Plan, fleet: Fleet, holders: frozenset[int]) -> PriceEstimate:
-        """Without a graph, which takes seconds on so many slots and is made for what is carried out alone."""
+    def estimated(self, before: Plan, after: Plan, fleet: Fleet, holders: frozenset[int]) -> PriceEstimate:
+        """A price without a graph, which takes seconds on so many slots and is made for what is carried out alone."""
         durations = Durations(fleet=fleet, tolls=self.tolls)
         seconds, whole = estimated_seconds(
             self.config, before, after, fleet, durations, self.engine_seconds, holders, self.placing

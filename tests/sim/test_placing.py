@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
+from typing import Any
 
 import pytest
 
 from nereus.config import ChangeConfig, PlanChange, StageConfig
 from nereus.controller import Controller
 from nereus.fleet import DEVICES, uniform
+from nereus.layout import first_plan
 from nereus.sim.changes import Placing
 from nereus.sim.phases import StepTimes
+from nereus.sim.searching import RESTORE, Changes
 from nereus.sim.truth import Truth
 from nereus.world import drive
-from tests.sim.scene import Kept, job, workload, world
+from tests.sim.scene import Kept, job, plan_config, workload, world
 
 CHANGE = ChangeConfig(
     step=3,
@@ -21,13 +25,18 @@ CHANGE = ChangeConfig(
 )
 
 
-def changed(placing: Placing, budget_bytes: int = 400 << 30) -> dict[str, object]:
+def changed(placing: Placing, budget_bytes: int = 400 << 30) -> dict[str, Any]:
     """What the journal says of one change; a slot has room for old and new unless its budget says otherwise."""
     config = job(steps=3, changes=(CHANGE,), budget_bytes=budget_bytes)
     made, kept = world(config, [(0, 2)], renumbered=True, placing=placing, truth=Truth(exact=True))
     drive(Controller(config), made)
     (done,) = kept.kinds("transition_done")
     return done
+
+
+def lost(done: dict[str, Any]) -> float:
+    """Seconds of the job that a change takes: its pause, and what lengthens the step before."""
+    return done["pause_seconds"] + sum(done["interleaved_seconds"].values())
 
 
 def test_three_ways() -> None:
@@ -37,12 +46,13 @@ def test_three_ways() -> None:
     assert "build_engine" in measured["interleaved_seconds"]
     assert "build_engine" not in {**standby["seconds"], **standby["interleaved_seconds"]}
     assert standby["outside_seconds"]["build_engine"] == pytest.approx(pause["seconds"]["build_engine"])
-    assert standby["pause_seconds"] < measured["pause_seconds"] < pause["pause_seconds"]
+    assert lost(standby) < lost(measured) == pytest.approx(lost(pause), rel=0.01)
+    assert measured["pause_seconds"] < pause["pause_seconds"]  # the step before carries what is interleaved
     assert standby["pause_seconds"] < pause["pause_seconds"] - 40  # an engine of generation takes 45 s
 
 
 def test_without_room_nothing_is_built_ahead() -> None:
-    tight = changed("standby", budget_bytes=60 << 30)
+    tight = changed("standby", budget_bytes=66 << 30)
     assert tight["pause_seconds"] > changed("standby")["pause_seconds"]
 
 
@@ -84,3 +94,19 @@ def test_the_same_change_twice_is_the_same() -> None:
         return kept
 
     assert seen().events == seen().events
+
+
+@pytest.mark.parametrize("placing", ["measured", "pause"])
+def test_a_price_without_a_graph_is_near_that_with_one(placing: Placing) -> None:
+    config, fleet = job(slots=64), uniform(64, DEVICES["h100"])
+    slots = frozenset(fleet.slots)
+    plans = [first_plan(job(slots=64, plan=plan_config(*cut))) for cut in ((4, 1, 16, 2), (2, 2, 16, 2), (8, 1, 8, 4))]
+    for before, after in pairwise(plans):
+        changes = Changes(config=config, placing=placing)
+        with_graph = changes.price(before, after, fleet, slots)
+        without = changes.estimated(before, after, fleet, slots)
+        assert with_graph is not None
+        assert without.mean_seconds == pytest.approx(with_graph.mean_seconds, rel=0.1)
+    assert changes.estimated(after, after, fleet, slots).mean_seconds == 0.0
+    gone = slots - set(fleet.nodes[0].slots)
+    assert changes.estimated(after, before, fleet, gone) == RESTORE == changes.price(after, before, fleet, gone)
