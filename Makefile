@@ -1,6 +1,7 @@
 CONFIG ?= experiments/quickstart.yaml
 ARGS ?=
-EXPERIMENT ?= quickstart_pair
+EXPERIMENT ?= $(filter-out ppo_8b quickstart_pair,$(patsubst experiments/%.py,%,$(sort $(wildcard experiments/*.py))))
+JOBS ?= 2
 
 .PHONY: run test experiments analysis slurm-test bench-adapt bench-admission bench-checkpoints bench-controller bench-faults bench-plan bench-planner bench-published bench-transition baselines-check gpu-contract check setup clean
 
@@ -10,9 +11,14 @@ run: setup  ## train CONFIG (dotted overrides in ARGS)
 test: setup  ## all tests; ARGS are pytest's
 	@bash scripts/run_tests $(ARGS)
 
-experiments: setup  ## carry out EXPERIMENT (finished runs are skipped; overrides and --only in ARGS) and collect its table
-	@.venv/bin/nereus experiment run $(EXPERIMENT) $(ARGS)
-	@.venv/bin/nereus experiment collect $(EXPERIMENT) $(ARGS)
+experiments: setup  ## carry out EXPERIMENT (default: all that are simulated; finished runs are skipped; overrides and --only in ARGS), JOBS at a time, and collect the tables; by default also what deciding costs, published steps (POINTS=DIR), and 5 % of the runs again, byte for byte
+	@set -e; for name in $(EXPERIMENT); do \
+	  .venv/bin/nereus experiment run $$name --jobs $(JOBS) $(ARGS); .venv/bin/nereus experiment collect $$name $(ARGS); done
+ifeq ($(origin EXPERIMENT),file)
+	@OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.overhead
+	@[ -z "$(POINTS)" ] || OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.published_steps --points $(POINTS) --table runs/accuracy/table.parquet
+	@set -e; for name in $(EXPERIMENT); do .venv/bin/nereus experiment verify $$name --jobs $(JOBS); done
+endif
 
 analysis: setup  ## draw every figure of analysis/ into analysis/figures/, from collected tables or marked samples
 	@failed=0; for script in analysis/*.py; do .venv/bin/python "$$script" || { echo "$$script failed" >&2; failed=1; }; done; exit $$failed

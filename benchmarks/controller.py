@@ -410,7 +410,7 @@ def _resident_bytes() -> int:
         return int(file.read().split()[1]) * resource.getpagesize()
 
 
-def _apart(part: str, slots: int) -> dict[str, Any]:
+def apart(part: str, slots: int) -> dict[str, Any]:
     """The part's result from a process of its own."""
     command = [sys.executable, "-m", "benchmarks.controller", "one", part, str(slots)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -428,7 +428,7 @@ def _said(seconds: float, target: float | None) -> str:
 def events() -> None:
     say(f"\nhandle(event) without a search, {EVENTS:,} events: microseconds of CPU, wall beside")
     for slots in SIZES:
-        found = _apart("events", slots)
+        found = apart("events", slots)
         (p50, p99), (wall50, wall99) = found["cpu"], found["wall"]
         slowest = max(found["slowest"], key=lambda name: found["slowest"][name])
         told = f"{slots:>7,} slots: median {1e6 * p50:6,.0f} ({1e6 * wall50:,.0f}), 99 % {1e6 * p99:7,.0f} ({1e6 * wall99:,.0f})"
@@ -441,14 +441,14 @@ def events() -> None:
 def growth() -> None:
     say(f"\nmemory from event {MANY_EVENTS // 10:,} to {MANY_EVENTS:,}")
     for slots in SIZES[:2]:
-        found = _apart("growth", slots)
+        found = apart("growth", slots)
         say(f"{slots:>7,} slots: {found['growth'] / MIB:+.1f} MiB, {found['changes']} changes")
 
 
 def searches() -> None:
     say(f"\na search, {RUNS} processes each: median milliseconds of CPU (wall)")
     for slots in SIZES:
-        runs = [_apart("search", slots) for _ in range(RUNS)]
+        runs = [apart("search", slots) for _ in range(RUNS)]
         cold_target, warm_target = SEARCH_TARGETS.get(slots, (None, None))
         parts: list[str] = []
         for name in runs[0]["times"]:
@@ -467,7 +467,7 @@ def searches() -> None:
 def prices() -> None:
     say("\nplacing, routing, ordering, proving and pricing one change of the actor (TP4·PP2 to TP2·PP1)")
     for slots in SIZES:
-        found = _apart("price", slots)
+        found = apart("price", slots)
         cpu, wall = found["times"]
         say(
             f"{slots:>7,} slots: {cpu:.2f} s of CPU ({wall:.2f}), {found['operations']:,} operations, {found['growth'] / MIB:.0f} MiB"

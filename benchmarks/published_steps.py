@@ -24,6 +24,7 @@ from statistics import median
 
 import numpy as np
 
+from benchmarks.tables import Number, write_numbers
 from nereus.fleet import Fleet, uniform
 from nereus.report.accuracy.points import Record, Unusable, device_of, number, read_table, shape_of_row, whole
 from nereus.sim.phases import critic_shape
@@ -245,6 +246,9 @@ def openrlhf_range(row: Record) -> tuple[Record, list[float]]:
     return row, found
 
 
+Ranges = Sequence[tuple[Record, list[float]]]
+
+
 def read(folder: Path) -> tuple[list[Row], list[tuple[str, str]], list[tuple[Record, list[float]]]]:
     """Rows that could be simulated, (system, rule) of those left out, and OpenRLHF's with their ranges."""
     records = read_table(folder, "perf_points.csv")
@@ -291,9 +295,29 @@ def kept_order(rows: Sequence[Row]) -> tuple[int, int]:
     return right, len(found)
 
 
-def text(folder: Path) -> str:
+def numbers(rows: Sequence[Row], left: Sequence[tuple[str, str]], ranges: Ranges) -> Iterator[Number]:
+    """What the figure of analysis/accuracy.py is drawn from."""
+    for row in rows:
+        variant = f"{row.name.strip()}, {row.gpus}x{row.device}, {row.kind}, {row.measured_seconds:g} s"
+        yield row.system, variant, "published/step_seconds", row.measured_seconds
+        yield row.system, variant, "simulated/step_seconds", row.step.seconds
+        yield row.system, variant, "gpus", row.gpus
+        yield row.system, variant, "one_step_off", row.kind == "1-off"
+    for row, found in ranges:
+        variant = f"{row['model']}, {row['num_gpus']}x{row['gpu']}, {row['step_time_s']} s"
+        yield "OpenRLHF", variant, "published/step_seconds", number(row, "step_time_s")
+        yield "OpenRLHF", variant, "simulated/least_seconds", min(found)
+        yield "OpenRLHF", variant, "simulated/most_seconds", max(found)
+    for kind, chosen in (("sync", ("sync",)), ("sync and one step off", ("sync", "1-off"))):
+        right, count = kept_order([row for row in rows if row.kind in chosen])
+        yield "order", kind, "pairs_right_count", right
+        yield "order", kind, "pairs_count", count
+    for rule in sorted(set(left)):
+        yield "left out", f"{rule[0]}: {rule[1]}", "rows_count", left.count(rule)
+
+
+def text(rows: Sequence[Row], left: Sequence[tuple[str, str]], ranges: Ranges) -> str:
     """All tables."""
-    rows, left, ranges = read(folder)
     lines = ["published and simulated step times (seconds); no row was fitted to", ""]
     lines.append(
         f"{'row':<46} {'GPUs':<11} {'kind':<5} {'published':>9} {'simulated':>9} {'error':>7}  phases: published, simulated"
@@ -344,4 +368,10 @@ if __name__ == "__main__":
     parser.add_argument(
         "--points", required=True, metavar="DIR", help="a folder with perf_points.csv, rl_step_points.csv"
     )
-    print(text(Path(parser.parse_args().points)))
+    parser.add_argument("--table", metavar="FILE", help="write the numbers of analysis/accuracy.py here")
+    asked = parser.parse_args()
+    known = read(Path(asked.points))
+    print(text(*known))
+    if asked.table:
+        told = "python -m benchmarks.published_steps --points DIR --table FILE"
+        write_numbers(Path(asked.table), "accuracy", numbers(*known), command=told, measured=False)

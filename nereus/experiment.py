@@ -48,6 +48,10 @@ class Scene:
 
     `policy` decides on the plan as `nereus simulate` says; of another system it names the configuration, default or
     tuned. Responses have `mean_tokens`, or follow the trace's curve, or that of the trace `curve` (a file).
+
+    `pace_ratio` times as much time passes between the trace's changes. `placing` says where a change's operations run
+    (nereus.sim.changes). The truth's noise, what engines take beside kernels, and the links' rates are so many times what
+    they are elsewhere; the controller's prior stays.
     """
 
     fleet: str = ""
@@ -58,6 +62,11 @@ class Scene:
     curve: str = ""
     notice_seconds: float = 0.0
     checkpoint_steps: int = 10
+    pace_ratio: float = 1.0
+    placing: str = "measured"
+    noise_ratio: float = 1.0
+    engine_ratio: float = 1.0
+    link_ratio: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

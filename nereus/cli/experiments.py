@@ -1,4 +1,4 @@
-"""`nereus experiment list | run | status | collect`: the runs of `experiments/NAME.py`, carried out in `runs/NAME/`.
+"""`nereus experiment list | run | status | collect | verify`: the runs of `experiments/NAME.py`, carried out in `runs/NAME/`.
 
 A run is finished when its journal says so; what was interrupted is set aside and done again. Nothing else is kept.
 """
@@ -14,6 +14,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Literal
@@ -23,14 +24,14 @@ from nereus.config import Config
 from nereus.errors import ConfigError, NereusError
 from nereus.experiment import Run, run_of
 from nereus.report.display import Display
-from nereus.report.record import discard_record, provenance_of, write_record
+from nereus.report.record import Provenance, discard_record, provenance_of, write_record
 from nereus.runtime.journal import RunFolder, read_journal
 from nereus.runtime.stop import StopSignal
 
 EXPERIMENTS, RUNS, TABLE = Path("experiments"), Path("runs"), "table.parquet"
-ACTIONS = ("list", "run", "status", "collect")
+ACTIONS = ("list", "run", "status", "collect", "verify")
 OVERRIDABLE = ("model", "data", "rollout", "algorithm", "warmup", "fleet", "plan")  # the sections that a Run has
-DONE = 0
+DONE, FAILED = 0, 1
 SIMULATED_ENDS = ("done", "stands still", "does not fit", "out of memory")
 """A fleet that never comes back; no configuration that runs; a plan that overflows again and again."""
 
@@ -60,11 +61,24 @@ class Progress:
 
 def add_experiment(parser: ArgumentParser) -> None:
     """The arguments of `nereus experiment`."""
-    parser.usage = "nereus experiment list | run | status | collect [NAME] [--only RUN] [--out FILE] [key=value ...]"
+    parser.usage = (
+        "nereus experiment list | run | status | collect | verify [NAME] [--only RUN] [--jobs N] [key=value ...]"
+    )
     parser.add_argument("action", choices=ACTIONS, metavar="ACTION", help=", ".join(ACTIONS))
     parser.add_argument("words", nargs="*", metavar="NAME", help="an experiment, then overrides of all its runs")
     parser.add_argument("--only", metavar="RUN", action="append", help="the runs with this id or variant (repeatable)")
     parser.add_argument("--out", metavar="FILE", help=f"collect: write here instead of {RUNS}/NAME/{TABLE}")
+    parser.add_argument(
+        "--jobs", type=int, default=1, metavar="N", help="run, verify: so many simulated runs at a time"
+    )
+    parser.add_argument("--share", type=float, default=0.05, metavar="S", help="verify: of the runs (default: 0.05)")
+    parser.add_argument("--seed", type=int, default=1, metavar="N", help="verify: which of the runs (default: 1)")
+    parser.add_argument(
+        "--metric",
+        metavar="NAME",
+        action="append",
+        help="collect: of steps only this (repeatable); runs have all theirs",
+    )
     parser.add_argument("--sample", action="store_true", help="collect: mark the table as a sample, not to be quoted")
 
 
@@ -76,8 +90,12 @@ def experiment(arguments: Namespace, trainer: Trainer) -> int:
     if not words or "=" in words[0]:
         raise ConfigError("NAME", words[0] if words else None, f"expected an experiment: {_known()}")
     runs = chosen_runs(words[0], words[1:], arguments.only)
+    if arguments.jobs < 1:
+        raise ConfigError("--jobs", arguments.jobs, "expected at least 1")
     if arguments.action == "run":
-        return _run(words[0], runs, trainer, _command(arguments))
+        return _run(words[0], runs, trainer, _command(arguments), arguments.jobs)
+    if arguments.action == "verify":
+        return _verify(runs, arguments)
     if arguments.action == "status":
         return _status(runs)
     return _collect(words[0], runs, arguments)
@@ -171,8 +189,13 @@ def _status(runs: Sequence[Run]) -> int:
     return DONE
 
 
-def _run(name: str, runs: Sequence[Run], trainer: Trainer, command: str) -> int:
-    """Carries out what is not finished, one after the other; what is wrong is told before the first starts."""
+def _run(name: str, runs: Sequence[Run], trainer: Trainer, command: str, jobs: int) -> int:
+    """Carries out what is not finished; what is wrong is told before the first starts.
+
+    Real runs go one after the other, and simulated ones too, unless `jobs` of them may go at a time.
+    """
+    if jobs > 1 and all(run.scene is not None for run in runs):
+        return _run_beside(runs, command, jobs)
     for run in runs:
         if run.system == "nereus" and run.scene is None and progress(run).state != "finished":
             trainer.check(run.config(str(RUNS / name)))
@@ -190,6 +213,56 @@ def _run(name: str, runs: Sequence[Run], trainer: Trainer, command: str) -> int:
                 print("stopped; the same command goes on from here", file=sys.stderr)
                 return code
     return DONE
+
+
+def _run_beside(runs: Sequence[Run], command: str, jobs: int) -> int:
+    """Simulated runs, several at a time."""
+    from nereus.cli.experiment_jobs import carried_out
+
+    left = [run for run in runs if progress(run).state != "finished"]
+    if len(left) < len(runs):
+        print(f"{len(runs) - len(left)} of {len(runs)} runs: finished, skipped", flush=True)
+    work = partial(_locked_run, provenance=provenance_of(command))
+    for number, (run, told) in enumerate(carried_out(left, jobs, work), start=1):
+        print(f"{number} of {len(left)}, {run.run_id}: {told}", flush=True)
+    return DONE
+
+
+def _locked_run(run: Run, provenance: Provenance) -> str:
+    """One simulated run, in a process of its own."""
+    from nereus.cli.experiment_jobs import simulate_here
+
+    with _lock(run, fcntl.LOCK_EX) as free:
+        if not free:
+            return "another process carries it out, skipped"
+        if progress(run).state == "finished":
+            return "finished, skipped"
+        aside = _set_aside(folder_of(run).path)
+        told = simulate_here(run, RUNS / run.experiment, provenance)
+        return told + (f" (what was interrupted is now {aside})" if aside else "")
+
+
+def _verify(runs: Sequence[Run], arguments: Namespace) -> int:
+    """Simulates a share of the finished runs again, elsewhere; 1 where any byte of journal or metrics differs."""
+    from nereus.cli.experiment_jobs import carried_out, chosen_share
+
+    known = [run for run in runs if run.scene is not None and progress(run).state == "finished"]
+    if not known:
+        raise NereusError("no simulated run is finished; carry them out: nereus experiment run NAME")
+    chosen = chosen_share(known, arguments.share, arguments.seed)
+    work = partial(_again, provenance=provenance_of(_command(arguments)))
+    differing = 0
+    for run, told in carried_out(chosen, arguments.jobs, work):
+        print(f"{run.run_id}: {told or 'the same bytes'}", flush=True)
+        differing += bool(told)
+    print(f"{len(chosen)} of {len(known)} runs done again: {differing or 'none'} differ{'s' * (differing == 1)}")
+    return FAILED if differing else DONE
+
+
+def _again(run: Run, provenance: Provenance) -> str:
+    from nereus.cli.experiment_jobs import differences
+
+    return differences(run, folder_of(run), provenance)
 
 
 def _run_one(head: str, run: Run, trainer: Trainer, command: str) -> int:
@@ -229,7 +302,7 @@ def _collect(name: str, runs: Sequence[Run], arguments: Namespace) -> int:
     if not finished:
         raise NereusError(f"no run of {name} is finished; carry them out: nereus experiment run {name}")
     pairs = [(run, folder_of(run).path) for run in finished]
-    table = collected(pairs)
+    table = collected(pairs, arguments.metric)
     path = Path(arguments.out) if arguments.out else RUNS / name / TABLE
     source = source_of(pairs, command=_command(arguments), sample=arguments.sample)
     write_table(table, source, path)
@@ -242,6 +315,8 @@ def _collect(name: str, runs: Sequence[Run], arguments: Namespace) -> int:
 def _command(arguments: Namespace) -> str:
     """The command line, for the record; where its result was written is no part of it."""
     words = ["nereus", "experiment", arguments.action, *arguments.words]
+    words += ["--jobs", str(arguments.jobs)] if arguments.jobs > 1 else []
+    words += [word for metric in arguments.metric or () for word in ("--metric", metric)]
     words += [word for only in arguments.only or () for word in ("--only", only)]
     return shlex.join([*words, "--sample"] if arguments.sample else words)
 

@@ -12,9 +12,13 @@ POLICIES = ("script", *COMPARED, *ABLATIONS)
 def add_simulate(parser: ArgumentParser) -> None:
     """The options."""
     parser.usage = (
-        "nereus simulate CONFIG [--fleet 16xh100 | --trace FILE --device h100] [--policy NAME ...] [key=value ...]"
+        "nereus simulate CONFIG [--fleet 16xh100 | --trace FILE --device h100] [--policy NAME ...] [key=value ...], "
+        "or nereus simulate RUN"
     )
     parser.add_argument("words", nargs="*", metavar="CONFIG", help="a YAML file, then overrides such as run.steps=50")
+    parser.add_argument(
+        "--learn-steps", type=int, metavar="N", help="of a real run: coefficients of its first N steps for all"
+    )
     parser.add_argument("--fleet", metavar="FLEET", help="a fleet that stays, such as 16xh100 (default: the config's)")
     parser.add_argument("--trace", metavar="FILE", help="a fleet over time, made by `nereus trace build`")
     parser.add_argument("--device", default="h100", metavar="NAME", help="of a trace's slots (default: h100)")

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import cast
 
 from nereus.cli.folder import create_run_folder
 from nereus.cli.simulate import POLICIES
@@ -18,13 +19,14 @@ from nereus.report.display import QuietDisplay
 from nereus.report.record import Provenance, write_record
 from nereus.runtime.journal import Journal
 from nereus.runtime.metrics import MetricsWriter, NoMirror
+from nereus.sim.changes import PLACINGS, Placing
 from nereus.sim.edges import Delays
 from nereus.sim.play import Moment
 from nereus.sim.rivals.choosing import CONFIGURATIONS, Trial, configured
 from nereus.sim.rivals.planned import best_setup, problem_on, settled_setup
 from nereus.sim.rivals.setups import Setup, job_of
 from nereus.sim.rivals.stepping import GENEROUS, SystemTimes, system_row
-from nereus.sim.traces import FleetTrace, LengthCurve, read_trace
+from nereus.sim.traces import FleetTrace, LengthCurve, paced, read_trace
 from nereus.sim.truth import Truth
 from nereus.sim.workload import SimWorkload
 from nereus.sim.world import SimulatedWorld
@@ -51,6 +53,8 @@ def simulate_run(run: Run, parent: Path, provenance: Provenance) -> str:
     known = (*POLICIES, *OWN_PLANS) if run.system == "nereus" else CONFIGURATIONS
     if run.scene.policy not in known:
         raise ConfigError("scene.policy", run.scene.policy, near(run.scene.policy, known))
+    if run.scene.placing not in PLACINGS:
+        raise ConfigError("scene.placing", run.scene.placing, near(run.scene.placing, PLACINGS))
     with _records(run, parent, provenance) as records:
         if run.system != "nereus" or run.scene.policy in OWN_PLANS:
             return _system_run(run, run.scene, records)
@@ -73,7 +77,10 @@ def _records(run: Run, parent: Path, provenance: Provenance) -> Iterator[Records
 
 def _world_run(run: Run, scene: Scene, records: Records) -> str:
     """A policy of `nereus simulate` on the scene's fleet."""
-    config, truth = run.config("runs"), Truth(seed=run.seed)
+    config = run.config("runs")
+    truth = Truth(seed=run.seed).altered(
+        noise_ratio=scene.noise_ratio, engine_ratio=scene.engine_ratio, link_ratio=scene.link_ratio
+    )
     moments, trace = scene_moments(scene, truth)
     plan = starting_plan(config, moments[0].fleet)
     world = SimulatedWorld(
@@ -87,6 +94,7 @@ def _world_run(run: Run, scene: Scene, records: Records) -> str:
         display=QuietDisplay(),
         renumbered=scene.policy == "script",
         delays=Delays(notice_seconds=scene.notice_seconds),
+        placing=cast("Placing", scene.placing),
     )
     drive(commander_of(scene.policy, config, plan, world, records.journal), world)
     still = ", then stands still" if world.stands_still else ""
@@ -134,6 +142,8 @@ def system_setup(run: Run, config: Config, fleet: Fleet, workload: SimWorkload) 
 def scene_moments(scene: Scene, truth: Truth) -> tuple[tuple[Moment, ...], FleetTrace | None]:
     """The scene's fleet over time, and its trace if it has one."""
     trace = read_trace(Path(scene.trace)) if scene.trace else None
+    if trace is not None and scene.pace_ratio != 1.0:
+        trace = replace(trace, nodes=paced(trace.nodes, scene.pace_ratio))
     return fleet_of(scene.fleet, trace, scene.device, truth), trace
 
 

@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from nereus.cli.again import played_text
 from nereus.cli.folder import create_run_folder
 from nereus.cli.load import load_config
 from nereus.cli.simulate import COMPARED, POLICIES
@@ -64,6 +65,9 @@ def simulate(arguments: Namespace) -> int:
     words: list[str] = arguments.words
     if not words or ("=" in words[0] and not Path(words[0]).exists()):
         raise ConfigError("CONFIG", words[:1], "expected a configuration first, such as experiments/traces/ppo_8b.yaml")
+    if Path(words[0]).is_dir():
+        print(played_text(Path(words[0]), arguments.learn_steps), end="")
+        return 0
     config = load_config(Path(words[0]), words[1:])
     validate(config)
     names = list(COMPARED) if arguments.compare else str(arguments.policy).split(",")

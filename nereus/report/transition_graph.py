@@ -113,8 +113,8 @@ def change_of(report: MovementReport, *, mode: Mode, reserve_bytes: int, engine_
                 mode=mode,
                 shell=True,
                 through_host=mode == "snapshot",
-                old_groups=_groups(stage.before),
-                new_groups=_groups(stage.after),
+                old_groups=groups_of(stage.before),
+                new_groups=groups_of(stage.after),
                 engine_seconds=engine_seconds,
             )
             for stage in report.stages
@@ -127,7 +127,7 @@ def change_of(report: MovementReport, *, mode: Mode, reserve_bytes: int, engine_
     )
 
 
-def _groups(stage: StagePlan) -> int:
+def groups_of(stage: StagePlan) -> int:
     """Communicators that a slot of the stage is in: one for each way in which the model is cut, and one for all."""
     layout = stage.layout
     return 1 + sum(degree > 1 for degree in (layout.tp, layout.pp, layout.dp, layout.cp, layout.ep))

@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Literal, get_args
 
 import numpy as np
 
@@ -17,7 +18,7 @@ from nereus.fleet import Fleet
 from nereus.layout import Plan, StagePlan
 from nereus.model import ModelSpec, models_of
 from nereus.report.transition import MovementReport, PlacedStage, held_by_slot
-from nereus.report.transition_graph import change_of
+from nereus.report.transition_graph import change_of, groups_of
 from nereus.storage import emu_name
 from nereus.transfer.boxtable import BoxTable, joined, of_stage
 from nereus.transfer.routes import Routes, routes
@@ -32,6 +33,11 @@ from nereus.transitions.planned import GENERATION
 
 DEVICE_ENGINE_SECONDS: Mapping[str, float] = {"train": 5.0, "infer": 5.0, "generate": 45.0}
 """To build an engine on a GPU: vLLM's cold start of an 8B model takes 39 to 59 s; Megatron's shell is an estimate."""
+Placing = Literal["measured", "standby", "pause"]
+"""Where a change's operations run: as the real world has run them; engines and groups built ahead by standby processes where
+there is room for them, which no real run has done yet; or everything while the job waits."""
+PLACINGS: tuple[Placing, ...] = get_args(Placing)
+STANDBY = ("allocate", "build_groups", "build_engine")
 ENGINE_COPIES = 1
 STAGING_BYTES = 512 << 20
 
@@ -59,18 +65,13 @@ def change_between(
     engine_seconds: Mapping[str, float],
     *,
     holders: frozenset[int] | None = None,
+    placing: Placing = "measured",
 ) -> SimChange:
     """The change on the slots of `fleet`, of which `holders` (all) have their state. Infeasible where no mode fits."""
     living = set(fleet.slots) if holders is None else set(holders)
-    changed = [
-        name
-        for name, stage in after.stages()
-        if stage.stage != "generate"
-        and (not same_cut(getattr(before, name), stage) or not living.issuperset(getattr(before, name).slots))
-    ]
-    restart = restarts_generation(before, after) or not living.issuperset(before.actor_generate.slots)
+    changed, restart = _cut_anew(before, after, living)
     tables = {name: _held(config.model, getattr(before, name), living) for name in changed}
-    missing = tuple(name for name, table in tables.items() if any(not len(slots) for slots in table.sets))
+    missing = _missing(tables)
     if missing or not (changed or restart):
         return SimChange(graph=None, moved_bytes=0, missing=missing)
     if not changed:
@@ -80,11 +81,64 @@ def change_between(
         change = change_of(report, mode="beside", reserve_bytes=0, engine_seconds=0.0)
         moved = int(report.routes.row_bytes.sum())
     change = _completed(config, change, before, after, changed, fleet, engine_seconds, living, restart=restart)
+    change = _placed(change, placing)
     try:
         graph = assemble(change, durations)
     except Infeasible:
         graph = assemble(_through_hosts(change, fleet), durations)
     return SimChange(graph=graph, moved_bytes=moved, missing=())
+
+
+def estimated_seconds(
+    config: Config,
+    before: Plan,
+    after: Plan,
+    fleet: Fleet,
+    durations: Durations,
+    engine_seconds: Mapping[str, float],
+    holders: frozenset[int],
+    placing: Placing,
+) -> tuple[float, bool]:
+    """What the busiest slot's thread does in a change, and whether all its state is on some slot; without routes or graph.
+
+    Building groups and engines is nearly all that a change on hundreds of slots takes, so this is within a few percent of the
+    graph's price (tests/sim/test_placing.py), a hundred times faster. Whether there is room is not looked at.
+    """
+    living, tolls = set(holders), durations.tolls
+    changed, restart = _cut_anew(before, after, living)
+    if _missing({name: _held(config.model, getattr(before, name), living) for name in changed}):
+        return 0.0, False
+    ahead = placing == "standby"
+    device = fleet.device_of[fleet.slots[0]]
+    rate = tolls.rate_share * min(device.link_bytes_per_second, device.nic_bytes_per_second)
+    verified = tolls.digest_share * tolls.rate_share * device.memory_bytes_per_second
+    busy: dict[int, float] = defaultdict(float)
+    for name in (*changed, *(("actor_generate",) if restart else ())):
+        old, new = getattr(before, name), getattr(after, name)
+        groups = 1 if name == "actor_generate" else groups_of(new)
+        built = 0.0 if ahead else engine_seconds[new.stage] + tolls.group_seconds * groups
+        held = {} if name == "actor_generate" else _slot_bytes(config.model, replace(new, shares=(), micro_batch=0))
+        for slot in old.slots:
+            busy[slot] += tolls.quiesce_seconds + tolls.destroy_group_seconds
+        for slot in new.slots:
+            busy[slot] += built + tolls.activate_seconds + held.get(slot, 0) * (1 / rate + 1 / verified)
+    return max(busy.values(), default=0.0) + (tolls.commit_seconds if busy else 0.0), True
+
+
+def _cut_anew(before: Plan, after: Plan, living: set[int]) -> tuple[list[str], bool]:
+    """Stages whose state is cut anew or lost in part, and whether the engines of generation are built anew."""
+    changed = [
+        name
+        for name, stage in after.stages()
+        if stage.stage != "generate"
+        and (not same_cut(getattr(before, name), stage) or not living.issuperset(getattr(before, name).slots))
+    ]
+    return changed, restarts_generation(before, after) or not living.issuperset(before.actor_generate.slots)
+
+
+def _missing(tables: Mapping[str, BoxTable]) -> tuple[str, ...]:
+    """Stages of which some bytes are on no slot."""
+    return tuple(name for name, table in tables.items() if any(not len(slots) for slots in table.sets))
 
 
 @lru_cache(maxsize=4)
@@ -206,6 +260,14 @@ def _completed(
         other_bytes=other,
         phase_bytes=dict.fromkeys(fleet.slots, budget // 4),
     )
+
+
+def _placed(change: Change, placing: Placing) -> Change:
+    """The change with its operations where `placing` says."""
+    if placing == "measured":
+        return change
+    emus = tuple(replace(emu, frozen=emu.frozen and placing != "pause", idle=False) for emu in change.emus)
+    return replace(change, emus=emus, early=(), outside=STANDBY if placing == "standby" else ())
 
 
 def _standing(

@@ -33,6 +33,7 @@ class StepTimes:
     """A plan on a fleet: seconds of each phase of a step's batch. Slots are those of the fleet."""
 
     def __init__(self, config: Config, plan: Plan, fleet: Fleet, truth: Truth) -> None:
+        fleet = truth.fleet(fleet)
         self.config, self.plan, self.fleet, self.truth = config, plan, fleet, truth
         shape, critic = shape_of(config.model), critic_shape(shape_of(config.model))
         samples = config.data.prompts_per_step * config.data.samples_per_prompt

@@ -18,7 +18,14 @@ from nereus.costs.calibrate import Factor
 from nereus.fleet import Fleet
 from nereus.layout import Plan
 from nereus.planning.space import Space
-from nereus.sim.changes import DEVICE_ENGINE_SECONDS, SimChange, change_between, restarts_generation
+from nereus.sim.changes import (
+    DEVICE_ENGINE_SECONDS,
+    Placing,
+    SimChange,
+    change_between,
+    estimated_seconds,
+    restarts_generation,
+)
 from nereus.sim.edges import Log
 from nereus.transition import same_cut
 from nereus.transitions.durations import Durations, Tolls
@@ -28,6 +35,8 @@ from nereus.transitions.price import price
 
 FIRST_DEVIATION = 0.3
 """How far off the price of a graph may be before any change was measured."""
+MANY_SLOTS = 256
+"""On more slots changes are priced without their graphs."""
 KEPT_GRAPHS = 4
 """A graph of a thousand slots is some ten megabytes."""
 NOTHING = PriceEstimate(mean_seconds=0.0, deviation_seconds=0.0, bound_seconds=0.0)
@@ -43,6 +52,7 @@ class Changes:
     config: Config
     tolls: Tolls = field(default_factory=Tolls)
     engine_seconds: Mapping[str, float] = field(default_factory=lambda: DEVICE_ENGINE_SECONDS)
+    placing: Placing = "measured"
     factor: Factor = field(default_factory=lambda: Factor(variance_ratio=FIRST_DEVIATION**2))
     _made: OrderedDict[Key, SimChange | Infeasible] = field(
         default_factory=OrderedDict["Key", "SimChange | Infeasible"]
@@ -56,7 +66,14 @@ class Changes:
             try:
                 durations = Durations(fleet=fleet, tolls=self.tolls)
                 made = change_between(
-                    self.config, before, after, fleet, durations, self.engine_seconds, holders=holders
+                    self.config,
+                    before,
+                    after,
+                    fleet,
+                    durations,
+                    self.engine_seconds,
+                    holders=holders,
+                    placing=self.placing,
                 )
                 self._made[key] = made
             except Infeasible as error:
@@ -87,6 +104,8 @@ class Changes:
             self.factor = self.factor.observe(raw.mean_seconds, seconds)
 
     def _priced(self, before: Plan, after: Plan, fleet: Fleet, holders: frozenset[int]) -> PriceEstimate | None:
+        if len(fleet.slots) > MANY_SLOTS:
+            return self.estimated(before, after, fleet, holders)
         try:
             found = self.between(before, after, fleet, holders)
         except (Infeasible, InvalidGraph):
@@ -101,6 +120,19 @@ class Changes:
             deviation_seconds=cost.deviation_seconds,
             bound_seconds=min(cost.bound_seconds, cost.seconds),
         )
+
+    def estimated(self, before: Plan, after: Plan, fleet: Fleet, holders: frozenset[int]) -> PriceEstimate:
+        """A price without a graph, which takes seconds on so many slots and is made for what is carried out alone."""
+        durations = Durations(fleet=fleet, tolls=self.tolls)
+        seconds, whole = estimated_seconds(
+            self.config, before, after, fleet, durations, self.engine_seconds, holders, self.placing
+        )
+        if not whole:
+            return RESTORE
+        if not seconds:
+            return NOTHING
+        deviation = self.tolls.deviation_share["build_engine"] * seconds
+        return PriceEstimate(mean_seconds=seconds, deviation_seconds=deviation, bound_seconds=seconds)
 
     def bound(self, before: Plan, after: Plan) -> float:
         """Below every price: what an EMU's change takes on a slot whatever bytes it moves."""

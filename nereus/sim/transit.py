@@ -35,7 +35,8 @@ Process = Generator[simpy.Event, Any, None]
 class Transit:
     """One transition under way. `settled` is the event of its end, with the Settled as its value.
 
-    `on_commit` is called when the commit record would be written. `place_seconds` are busy seconds by place and kind of
+    `on_commit` is called when the commit record would be written. `ahead`: what is outside was done by standby processes
+    before the change was asked for; it counts as busy seconds, and nothing waits for it. `place_seconds` are busy seconds by place and kind of
     the slot that worked longest, as the real world counts them.
     """
 
@@ -48,10 +49,11 @@ class Transit:
         truth: Truth,
         *,
         count: int = 1,
+        ahead: bool = False,
         on_commit: Callable[[], None] = lambda: None,
     ) -> None:
         self.env, self.graph, self.durations, self.network, self.truth = env, graph, durations, network, truth
-        self.count, self.on_commit = count, on_commit
+        self.count, self.ahead, self.on_commit = count, ahead, on_commit
         self.execution = Execution(graph)
         self._names = {id(operation): name for operation, name in zip(graph.operations, graph.ids, strict=True)}
         self._operations = dict(zip(graph.ids, graph.operations, strict=True))
@@ -192,7 +194,7 @@ class Transit:
         self._processes[self._name(operation)] = self.env.process(self._run(operation, lanes))
 
     def _run(self, operation: Operation, lanes: tuple[Lane, ...]) -> Process:
-        began = self.env.now
+        began, before = self.env.now, 0.0
         flow: simpy.Event | None = None
         try:
             if operation.carries:
@@ -202,14 +204,17 @@ class Transit:
                 yield flow
                 self.moved_bytes += operation.size_bytes
             else:
-                yield self.env.timeout(self.truth.operation_seconds(operation, self._name(operation), self.count))
+                takes = self.truth.operation_seconds(operation, self._name(operation), self.count)
+                done = self.ahead and operation.place == "outside"
+                before = takes if done else 0.0
+                yield self.env.timeout(0.0 if done else takes)
             if operation.kind == "commit":
                 self.on_commit()
         except simpy.Interrupt:
             if flow is not None:
                 self.network.stop(flow)
             return
-        self._account(operation, self.env.now - began)
+        self._account(operation, before + self.env.now - began)
         self._processes.pop(self._name(operation))
         self._free(operation, lanes)
         self._carry(self.execution.handle(OperationDone(operation_id=self._name(operation))))

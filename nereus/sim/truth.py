@@ -7,13 +7,14 @@ another form; HIDDEN_TERMS lists what of it the controller has no term for, so t
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import exp, log2
 
 import numpy as np
 import numpy.typing as npt
 from scipy.special import ndtri
 
+from nereus.fleet import Fleet
 from nereus.model import seed_of
 from nereus.transitions.graph import Operation
 
@@ -69,7 +70,8 @@ class Truth:
 
     `slot_log_std` spreads the slots' lasting speeds. A node becomes slow with `straggler_share` in each stretch of
     `straggler_steps` steps, by a factor of up to `straggler_ratio`. `noise_log_std` is of a phase in one step.
-    `link_share` is what transfers reach of the links' data sheets. `exact` leaves every spread out, for closed forms.
+    `link_share` is what transfers reach of the links' data sheets; `link_ratio` is what links are of their data sheets, for
+    collectives and transfers alike. `exact` leaves every spread out, for closed forms.
     """
 
     seed: int = 1
@@ -79,6 +81,7 @@ class Truth:
     straggler_ratio: float = 1.5
     noise_log_std: float = 0.012
     link_share: float = 0.75
+    link_ratio: float = 1.0
     decode_step_seconds: float = 0.9e-3
     decode_token_seconds: float = 14e-6
     crowd_sequences: int = 400
@@ -95,6 +98,32 @@ class Truth:
     def generator(self, *names: object) -> np.random.Generator:
         """Random numbers that depend on the seed and the names alone."""
         return np.random.Generator(np.random.PCG64(seed_of("truth", self.seed, *names)))
+
+    def altered(self, *, noise_ratio: float = 1.0, engine_ratio: float = 1.0, link_ratio: float = 1.0) -> Truth:
+        """Another truth under the same beliefs: spreads and stragglers, what engines take beside kernels, links' rates, each times its ratio."""
+        return replace(
+            self,
+            slot_log_std=noise_ratio * self.slot_log_std,
+            noise_log_std=noise_ratio * self.noise_log_std,
+            straggler_share=noise_ratio * self.straggler_share,
+            decode_step_seconds=engine_ratio * self.decode_step_seconds,
+            decode_token_seconds=engine_ratio * self.decode_token_seconds,
+            link_ratio=link_ratio * self.link_ratio,
+        )
+
+    def fleet(self, believed: Fleet) -> Fleet:
+        """The fleet whose links are as they truly are, beside their data sheets."""
+        if self.link_ratio == 1.0:
+            return believed
+        devices = {
+            device: replace(
+                device,
+                link_bytes_per_second=self.link_ratio * device.link_bytes_per_second,
+                nic_bytes_per_second=self.link_ratio * device.nic_bytes_per_second,
+            )
+            for device in believed.device_of.values()
+        }
+        return Fleet(nodes=tuple(replace(node, device=devices[node.device]) for node in believed.nodes))
 
     def slowness(self, slots: int) -> Floats:
         """[slots] how many times as long each slot takes, lasting."""

@@ -41,7 +41,7 @@ from nereus.events import (
 )
 from nereus.fleet import Fleet
 from nereus.layout import Plan
-from nereus.sim.changes import DEVICE_ENGINE_SECONDS
+from nereus.sim.changes import DEVICE_ENGINE_SECONDS, Placing
 from nereus.sim.edges import ChangeUnderWay, Delays, Log, Metrics, Searcher, Shown, state_bytes
 from nereus.sim.memory import PeakBytes
 from nereus.sim.network import Network
@@ -78,6 +78,7 @@ class SimulatedWorld:
     delays: Delays = field(default_factory=Delays)
     tolls: Tolls = field(default_factory=Tolls)
     engine_seconds: Mapping[str, float] = field(default_factory=lambda: DEVICE_ENGINE_SECONDS)
+    placing: Placing = "measured"
 
     def __post_init__(self) -> None:
         self.env = simpy.Environment()
@@ -100,11 +101,12 @@ class SimulatedWorld:
         self._change: ChangeUnderWay | None = None
         self._times: tuple[Plan, StepTimes] | None = None
         self._named: tuple[Plan, str] | None = None
-        slots = max(max(m.fleet.slots) for m in self.moments) + 1
+        slots = 1 + max(max(m.fleet.slots) for m in self.moments)
         self._slowness = self.truth.slowness(slots)
-        together = TOGETHER_SECONDS if slots > MANY_SLOTS else 0.0
-        self.network = Network(self.env, together_seconds=together)
-        self.changes = Changes(config=self.config, tolls=self.tolls, engine_seconds=self.engine_seconds)
+        self.network = Network(self.env, together_seconds=TOGETHER_SECONDS if slots > MANY_SLOTS else 0.0)
+        self.changes = Changes(
+            config=self.config, tolls=self.tolls, engine_seconds=self.engine_seconds, placing=self.placing
+        )
 
     # -- World ---------------------------------------------------------------------------------------------------
 
@@ -172,8 +174,7 @@ class SimulatedWorld:
     def times(self) -> StepTimes:
         """What steps take under the present plan; kept until it changes: a slot that stays, stays on its node."""
         if self._times is None or self._times[0] is not self.plan:
-            made = StepTimes(self.config, self.physical(self.plan), self.fleet, self.truth)
-            self._times = (self.plan, made)
+            self._times = (self.plan, StepTimes(self.config, self.physical(self.plan), self.fleet, self.truth))
         return self._times[1]
 
     def slowness(self, step: int) -> np.ndarray:
@@ -253,7 +254,8 @@ class SimulatedWorld:
     # -- changes -------------------------------------------------------------------------------------------------
 
     def _durations(self) -> Durations:
-        return Durations(fleet=self.fleet, tolls=replace(self.tolls, rate_share=self.truth.link_share))
+        tolls = replace(self.tolls, rate_share=self.truth.link_share)
+        return Durations(fleet=self.truth.fleet(self.fleet), tolls=tolls)
 
     def _prepare(self, command: ChangePlan) -> None:
         count = len(self.transitions) + 1
@@ -278,10 +280,10 @@ class SimulatedWorld:
             return
         change.planned = found
         if found.graph is not None:
-            count = len(self.transitions) + 1
             change.transit = Transit(
-                self.env, found.graph, durations, self.network, self.truth, count=count, on_commit=self._committed
-            )
+                self.env, found.graph, durations, self.network, self.truth, count=len(self.transitions) + 1,
+                ahead=self.placing == "standby", on_commit=self._committed,
+            )  # fmt: skip
             change.transit.begin()
 
     def _committed(self) -> None:

@@ -243,7 +243,7 @@ def test_collect(command: Command, capsys: pytest.CaptureFixture[str]) -> None:
     capsys.readouterr()
     assert command("collect", "pair") == 0
     shown = capsys.readouterr()
-    assert shown.out == "runs/pair/table.parquet: 1 of 2 runs, 15 rows\n"
+    assert shown.out == "runs/pair/table.parquet: 1 of 2 runs, 18 rows\n"
     assert shown.err.startswith(f"left out: {FIXED}")
     table, source = read_table(Path("runs/pair/table.parquet"))
     assert table.schema == SCHEMA
@@ -256,6 +256,9 @@ def test_collect(command: Command, capsys: pytest.CaptureFixture[str]) -> None:
         (None, "run/seconds"): 4.0,
         (None, "run/training_seconds"): 2.5,  # from the start of the first step, half a second before its end
         (None, "run/transition_fraction"): 0.3,
+        (None, "run/transitions_count"): 1.0,
+        (None, "run/restores_count"): 0.0,
+        (None, "run/steps_count"): 3.0,
         **{(step, "critic/score/mean"): float(step) for step in (1, 2, 3)},
         **{(step, "timing_s/step"): 0.5 for step in (1, 2, 3)},
         **{(step, "timing_s/transition"): 0.75 * (step == 2) for step in (1, 2, 3)},
@@ -265,6 +268,17 @@ def test_collect(command: Command, capsys: pytest.CaptureFixture[str]) -> None:
     }
     assert (source.measured, source.sample, source.command) == (True, False, "nereus experiment collect pair")
     assert list(source.runs) == [run.run_id]
+
+
+def test_collect_keeps_the_metrics_that_are_asked_for(command: Command) -> None:
+    command("run", "pair")
+    command("collect", "pair", "--metric", "timing_s/step")
+    table, source = read_table(Path("runs/pair/table.parquet"))
+    of_steps = table.filter(pl.col("step").is_not_null())
+    assert set(of_steps["metric"]) == {"timing_s/step"}
+    assert of_steps.height == 6
+    assert "run/seconds" in set(table["metric"])
+    assert source.command == "nereus experiment collect pair --metric timing_s/step"
 
 
 def test_collect_again_gives_the_same_bytes(command: Command) -> None:
