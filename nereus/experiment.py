@@ -47,7 +47,10 @@ class Scene:
     """Where a run takes place that is simulated: a fleet that stays, such as 16xh100, or the trace of one (a file) on a device.
 
     `policy` decides on the plan as `nereus simulate` says; of another system it names the configuration, default or
-    tuned. Responses have `mean_tokens`, or follow the trace's curve, or that of the trace `curve` (a file).
+    tuned. Responses have `mean_tokens`, or follow the trace's curve, or that of the trace `curve` (a file),
+    stretched over the steps of the run.
+    The run starts in the Run's plan, or (`start`) in the best layout for the first fleet. `hindsight` are the runs (ids) whose
+    plans an oracle may use beside the planner's.
     """
 
     fleet: str = ""
@@ -58,6 +61,8 @@ class Scene:
     curve: str = ""
     notice_seconds: float = 0.0
     checkpoint_steps: int = 10
+    start: Literal["stated", "best"] = "stated"
+    hindsight: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

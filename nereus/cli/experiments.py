@@ -12,6 +12,7 @@ import sys
 import tempfile
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import count
@@ -60,10 +61,15 @@ class Progress:
 
 def add_experiment(parser: ArgumentParser) -> None:
     """The arguments of `nereus experiment`."""
-    parser.usage = "nereus experiment list | run | status | collect [NAME] [--only RUN] [--out FILE] [key=value ...]"
+    parser.usage = (
+        "nereus experiment list | run | status | collect [NAME] [--only RUN] [--jobs N] [--out FILE] [key=value ...]"
+    )
     parser.add_argument("action", choices=ACTIONS, metavar="ACTION", help=", ".join(ACTIONS))
     parser.add_argument("words", nargs="*", metavar="NAME", help="an experiment, then overrides of all its runs")
     parser.add_argument("--only", metavar="RUN", action="append", help="the runs with this id or variant (repeatable)")
+    parser.add_argument(
+        "--jobs", type=int, default=1, metavar="N", help="run: so many simulated runs at once (default: 1)"
+    )
     parser.add_argument("--out", metavar="FILE", help=f"collect: write here instead of {RUNS}/NAME/{TABLE}")
     parser.add_argument("--sample", action="store_true", help="collect: mark the table as a sample, not to be quoted")
 
@@ -77,7 +83,9 @@ def experiment(arguments: Namespace, trainer: Trainer) -> int:
         raise ConfigError("NAME", words[0] if words else None, f"expected an experiment: {_known()}")
     runs = chosen_runs(words[0], words[1:], arguments.only)
     if arguments.action == "run":
-        return _run(words[0], runs, trainer, _command(arguments))
+        if arguments.jobs < 1:
+            raise ConfigError("--jobs", arguments.jobs, "expected at least 1")
+        return _run(words[0], runs, trainer, _command(arguments), arguments.jobs)
     if arguments.action == "status":
         return _status(runs)
     return _collect(words[0], runs, arguments)
@@ -105,12 +113,25 @@ def chosen_runs(name: str, overrides: Sequence[str], only: Sequence[str] | None)
 
     Raises ConfigError for an override that is wrong or not part of a Run, and for words that choose nothing.
     """
-    runs = tuple(overridden(run, overrides) for run in load_experiment(name))
+    runs = _overridden_together(load_experiment(name), overrides)
     for word in only or ():
         if not any(word in (run.run_id, run.variant) for run in runs):
             there = sorted({run.variant for run in runs}) + [run.run_id for run in runs]
             raise ConfigError("--only", word, f"expected a variant or a run's id: {', '.join(there)}")
     return tuple(run for run in runs if only is None or run.run_id in only or run.variant in only)
+
+
+def _overridden_together(runs: Sequence[Run], overrides: Sequence[str]) -> tuple[Run, ...]:
+    """The runs with overrides; those that look back on others look back on them as they are then."""
+    changed = [overridden(run, overrides) for run in runs]
+    ids = {old.run_id: new.run_id for old, new in zip(runs, changed, strict=True)}
+    found: list[Run] = []
+    for run in changed:
+        scene = run.scene
+        if scene is not None and scene.hindsight:
+            scene = replace(scene, hindsight=tuple(ids.get(name, name) for name in scene.hindsight))
+        found.append(replace(run, scene=scene))
+    return tuple(found)
 
 
 def overridden(run: Run, overrides: Sequence[str]) -> Run:
@@ -171,28 +192,62 @@ def _status(runs: Sequence[Run]) -> int:
     return DONE
 
 
-def _run(name: str, runs: Sequence[Run], trainer: Trainer, command: str) -> int:
-    """Carries out what is not finished, one after the other; what is wrong is told before the first starts."""
+def _run(name: str, runs: Sequence[Run], trainer: Trainer, command: str, jobs: int) -> int:
+    """Carries out what is not finished, one after the other, or simulated ones `jobs` at once.
+
+    What is wrong is told before the first starts.
+    """
     for run in runs:
         if run.system == "nereus" and run.scene is None and progress(run).state != "finished":
             trainer.check(run.config(str(RUNS / name)))
-    for number, run in enumerate(runs, start=1):
-        head = f"run {number} of {len(runs)}, {run.run_id}"
+    ordered = sorted(runs, key=_looks_back)
+    heads = [f"run {number} of {len(runs)}, {run.run_id}" for number, run in enumerate(ordered, start=1)]
+    if jobs > 1:
+        _simulate_together(heads, ordered, command, jobs)
+    for head, run in zip(heads, ordered, strict=True):
         if run.system != "nereus" and run.scene is None:
             print(f"{head}: is {run.system}'s, not carried out here")
-            continue
-        with _lock(run, fcntl.LOCK_EX) as free:
-            if not free:
-                print(f"{head}: another process carries it out, skipped")
-            elif progress(run).state == "finished":
-                print(f"{head}: finished, skipped")
-            elif (code := _run_one(head, run, trainer, command)) != DONE:
-                print("stopped; the same command goes on from here", file=sys.stderr)
-                return code
+        elif (jobs == 1 or run.scene is None) and (code := _locked(head, run, trainer, command)) != DONE:
+            print("stopped; the same command goes on from here", file=sys.stderr)
+            return code
     return DONE
 
 
-def _run_one(head: str, run: Run, trainer: Trainer, command: str) -> int:
+def _looks_back(run: Run) -> bool:
+    """Whether a run needs others to be finished before it."""
+    return run.scene is not None and bool(run.scene.hindsight)
+
+
+def _simulate_together(heads: Sequence[str], runs: Sequence[Run], command: str, jobs: int) -> None:
+    """The simulated runs, so many at once; those that look back on others when these are finished."""
+    for looking in (False, True):
+        with ProcessPoolExecutor(max_workers=jobs) as pool:
+            begun = [
+                pool.submit(_locked, head, run, None, command)
+                for head, run in zip(heads, runs, strict=True)
+                if run.scene is not None and _looks_back(run) == looking
+            ]
+            try:
+                for each in begun:
+                    each.result()
+            except BaseException:
+                pool.shutdown(wait=True, cancel_futures=True)
+                raise
+
+
+def _locked(head: str, run: Run, trainer: Trainer | None, command: str) -> int:
+    """Carries a run out unless it is finished or in hand elsewhere."""
+    with _lock(run, fcntl.LOCK_EX) as free:
+        if not free:
+            print(f"{head}: another process carries it out, skipped", flush=True)
+        elif progress(run).state == "finished":
+            print(f"{head}: finished, skipped", flush=True)
+        else:
+            return _run_one(head, run, trainer, command)
+    return DONE
+
+
+def _run_one(head: str, run: Run, trainer: Trainer | None, command: str) -> int:
     aside = _set_aside(folder_of(run).path)
     line = f"{head}{f' (what was interrupted is now {aside})' if aside else ''}"
     provenance = provenance_of(command)
@@ -202,6 +257,7 @@ def _run_one(head: str, run: Run, trainer: Trainer, command: str) -> int:
         print(f"{line}: {simulate_run(run, RUNS / run.experiment, provenance)}", flush=True)
         return DONE
     print(f"\n{line}", flush=True)
+    assert trainer is not None, "a real run needs a trainer"
 
     def job(config: Config, folder: RunFolder, display: Display, stop: StopSignal, rollouts: Path | None) -> None:
         write_record(folder.path, run, provenance)

@@ -247,6 +247,7 @@ class AdaptiveController:
     def _alarmed(self, event: MemoryAlarm) -> tuple[AdaptiveCommand, ...]:
         if event.slot in self._slots and self.state != "changing":
             used, budget = event.used_bytes, event.budget_bytes
+            self.policy.overflowed(self.plan_id, used, budget)
             if self._pressing is None:
                 self._forget_answers()
                 self.policy.happened(f"memory alarm on slot {event.slot}", ended=True)

@@ -114,7 +114,7 @@ class Changes:
 class FleetSearcher:
     """Answers searches in place; `outlook` is asked for what the controller believes at that moment.
 
-    `free` has every change cost nothing: the controller without a price. With `by_restart` each costs a restart.
+    `free` has every change cost nothing: the controller without a price. With `by_restart` each costs a `restart_price`.
     """
 
     changes: Changes
@@ -124,6 +124,7 @@ class FleetSearcher:
     space: Space = FLEET_SPACE
     free: bool = False
     by_restart: bool = False
+    restart_price: PriceEstimate = RESTORE
 
     def __call__(self, search: Search, at_seconds: float) -> SearchDone:
         """The answer."""
@@ -147,7 +148,7 @@ class FleetSearcher:
 
     def _pricer(self, request: SearchRequest) -> Pricer:
         if self.free or self.by_restart:
-            constant = NOTHING if self.free else RESTORE
+            constant = NOTHING if self.free else self.restart_price
             return Pricer(price=lambda _: constant, bound=lambda _: constant.mean_seconds)
         fleet, before = self.fleet(), request.present
         holders = frozenset(fleet.slots) - frozenset(request.empty_slots)
