@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from itertools import count
 from pathlib import Path
 from typing import Literal
@@ -71,6 +72,9 @@ def add_experiment(parser: ArgumentParser) -> None:
         "--jobs", type=int, default=1, metavar="N", help="run: so many simulated runs at once (default: 1)"
     )
     parser.add_argument("--out", metavar="FILE", help=f"collect: write here instead of {RUNS}/NAME/{TABLE}")
+    parser.add_argument(
+        "--metric", metavar="PATTERN", action="append", help="collect: only metrics such as 'run/*' (repeatable)"
+    )
     parser.add_argument("--sample", action="store_true", help="collect: mark the table as a sample, not to be quoted")
 
 
@@ -286,6 +290,10 @@ def _collect(name: str, runs: Sequence[Run], arguments: Namespace) -> int:
         raise NereusError(f"no run of {name} is finished; carry them out: nereus experiment run {name}")
     pairs = [(run, folder_of(run).path) for run in finished]
     table = collected(pairs)
+    if arguments.metric:
+        table = table.filter([_matches(name, arguments.metric) for name in table["metric"]])
+        if table.is_empty():
+            raise ConfigError("--metric", arguments.metric, "expected patterns that a metric of these runs matches")
     path = Path(arguments.out) if arguments.out else RUNS / name / TABLE
     source = source_of(pairs, command=_command(arguments), sample=arguments.sample)
     write_table(table, source, path)
@@ -295,10 +303,15 @@ def _collect(name: str, runs: Sequence[Run], arguments: Namespace) -> int:
     return DONE
 
 
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
 def _command(arguments: Namespace) -> str:
     """The command line, for the record; where its result was written is no part of it."""
     words = ["nereus", "experiment", arguments.action, *arguments.words]
     words += [word for only in arguments.only or () for word in ("--only", only)]
+    words += [word for pattern in arguments.metric or () for word in ("--metric", pattern)]
     return shlex.join([*words, "--sample"] if arguments.sample else words)
 
 

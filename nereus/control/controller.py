@@ -196,7 +196,8 @@ class AdaptiveController:
             raise InvalidEvent(f"{type(event).__name__} speaks of plan {event.plan.plan_id}, which was not commanded")
         self._wanted, plan_id = None, self._wanted_id
         if isinstance(event, TransitionFailed):
-            self._failed |= {plan_id}
+            if not self._lost_in_change:  # else it says nothing of the fleet that is left
+                self._failed |= {plan_id}
             self.policy.happened(f"the change to {plan_id} failed: {event.reason}", ended=False)
             return self._settled()
         if isinstance(event, StateRestored):

@@ -15,7 +15,7 @@ from nereus.report.table import read_table, write_table
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = sorted((ROOT / "analysis").glob("*.py"))
-SIMULATED = {"throughput"}
+SIMULATED = {"throughput", "trace"}
 """Experiments whose runs are simulated: their tables and figures say so, and measured data is never to be had of them."""
 TAKEN = [script for script in SCRIPTS if script.stem not in SIMULATED]
 MAX_SAMPLE_BYTES = 100_000

@@ -135,12 +135,12 @@ def test_prices_that_are_found_out_on_the_way_lead_to_the_same_path(table, times
 
 
 POLICIES = ("nereus", "dp-scaling", "dp-scaling-any-free", "restart", "fixed")
-POINTS = [(0.0, 2), (220.0, 3), (520.0, 2), (760.0, 3)]
+POINTS = [(0.0, 2), (90.0, 3), (230.0, 2), (330.0, 3)]
 
 
 def small() -> Config:
     """From a recipe that is far from the best."""
-    config = job(steps=12, plan=plan_config(8, 2, 1, 8))
+    config = job(steps=14, plan=plan_config(8, 2, 1, 8))
     config = replace(config, rollout=RolloutConfig(kv_cache_bytes=16 << 30))
     return replace(config, data=replace(config.data, prompts_per_step=96))
 
