@@ -17,7 +17,7 @@ from nereus.config import Config
 from nereus.costs.shape import shape_of
 from nereus.fleet import Fleet
 from nereus.layout import Plan, StagePlan
-from nereus.sim.changes import DEVICE_ENGINE_SECONDS, restarts_generation, sync_seconds
+from nereus.sim.changes import DEVICE_ENGINE_SECONDS, sync_seconds
 from nereus.sim.decoding import GenerationTimes
 from nereus.sim.edges import Delays
 from nereus.sim.memory import TrueMemory
@@ -25,13 +25,12 @@ from nereus.sim.network import Network
 from nereus.sim.oracle import Edge
 from nereus.sim.phases import critic_shape
 from nereus.sim.play import Moment, inventory_of
-from nereus.sim.searching import Changes
+from nereus.sim.searching import Changes, built_seconds
 from nereus.sim.training import StageTimes
 from nereus.sim.transit import Transit
 from nereus.sim.truth import Floats, Truth
 from nereus.sim.workload import SimWorkload, StepSamples
 from nereus.sim.world import MANY_SLOTS, TOGETHER_SECONDS
-from nereus.transition import same_cut
 from nereus.transitions.durations import Durations, Tolls
 from nereus.transitions.holders import InvalidGraph
 from nereus.transitions.order import Infeasible
@@ -204,7 +203,7 @@ class RealisedPrices:
             return found
         pair = (edge.before, edge.after)
         if pair not in self._least:
-            self._least[pair] = self._bound(*pair)
+            self._least[pair] = built_seconds(self.plans[edge.before], self.plans[edge.after], self.engine_seconds)
         return min(self._least[pair], self.charged.get(pair, inf))
 
     def charge(self, edge: Edge) -> bool:
@@ -214,18 +213,6 @@ class RealisedPrices:
         self.carried_out_count += 1
         self._known[edge] = min(self._carried_out(edge), self.charged.get((edge.before, edge.after), inf))
         return True
-
-    def _bound(self, before: int, after: int) -> float:
-        """Of the slot that builds most."""
-        old, new = self.plans[before], self.plans[after]
-        built: dict[int, float] = {}
-        for name, stage in new.stages():
-            anew = not same_cut(getattr(old, name), stage)
-            if stage.stage == "generate":
-                anew = restarts_generation(old, new)
-            for slot in stage.slots if anew else ():
-                built[slot] = built.get(slot, 0.0) + self.engine_seconds[stage.stage]
-        return max(built.values(), default=0.0)
 
     def _carried_out(self, edge: Edge) -> float:
         fleet, truth = self.moments[edge.moment].fleet, self.truth
@@ -241,7 +228,7 @@ class RealisedPrices:
         if found.graph is None:
             return 0.0
         env = simpy.Environment()
-        together = TOGETHER_SECONDS if max(fleet.slots) >= MANY_SLOTS else 0.0
+        together = TOGETHER_SECONDS if max(max(each.fleet.slots) for each in self.moments) >= MANY_SLOTS else 0.0
         durations = Durations(fleet=fleet, tolls=replace(self.tolls, rate_share=truth.link_share))
         transit = Transit(
             env, found.graph, durations, Network(env, together_seconds=together), truth, count=edge.moment + 1

@@ -18,7 +18,7 @@ from nereus.report.replay import first_difference, recorded
 from nereus.report.summary import fold
 from nereus.sim.edges import Delays
 from nereus.sim.play import inventory_of
-from nereus.sim.searching import FleetSearcher
+from nereus.sim.searching import Changes, FleetSearcher
 from nereus.sim.told import Told
 from nereus.sim.traces import LengthCurve
 from nereus.sim.truth import Truth
@@ -219,3 +219,18 @@ def test_a_workload_without_spread_has_no_tail() -> None:
         shape=EVEN,
     )
     assert made.batch(1).response_tokens.max() < 1500
+
+
+def test_no_change_costs_less_than_its_bound() -> None:
+    jobs = [job(plan=plan_config(*degrees)) for degrees in ((8, 2, 1, 8), (4, 1, 4, 2), (2, 2, 4, 4))]
+    fleet = world(jobs[0], [(0, 2)])[0].fleet
+    bounds = set[float]()
+    for config in jobs:
+        before, changes = first_plan(config), Changes(config=config)
+        for other in map(first_plan, jobs):
+            engines = replace(before, actor_generate=other.actor_generate)
+            for after in (other, engines, replace(before, actor_train=other.actor_train)):
+                found = changes.price(before, after, fleet, frozenset(fleet.slots))
+                assert found is None or changes.bound(before, after) <= found.mean_seconds
+                bounds.add(changes.bound(before, after))
+    assert len(bounds) >= 4
