@@ -47,7 +47,9 @@ class Scene:
     """Where a run takes place that is simulated: a fleet that stays, such as 16xh100, or the trace of one (a file) on a device.
 
     `policy` decides on the plan as `nereus simulate` says; of another system it names the configuration, default or
-    tuned. Responses have `mean_tokens`, or follow the trace's curve, or that of the trace `curve` (a file).
+    tuned. Responses have `mean_tokens`, or follow the trace's curve, or that of the trace `curve` (a file), stretched over
+    the steps of the run. The run starts in the Run's plan, or (`start`) in the best layout for the first fleet. `hindsight`
+    are the runs (ids) whose plans an oracle may use beside the planner's.
 
     `pace_ratio` times as much time passes between the trace's changes. `placing` says where a change's operations run
     (nereus.sim.changes). The truth's noise, what engines take beside kernels, and the links' rates are so many times what
@@ -67,6 +69,8 @@ class Scene:
     noise_ratio: float = 1.0
     engine_ratio: float = 1.0
     link_ratio: float = 1.0
+    start: Literal["stated", "best"] = "stated"
+    hindsight: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

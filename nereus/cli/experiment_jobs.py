@@ -48,6 +48,8 @@ def pool(jobs: int) -> Iterator[ProcessPoolExecutor]:
 
 def carried_out(runs: Sequence[Run], jobs: int, work: Callable[[Run], str]) -> Iterator[tuple[Run, str]]:
     """Each run and what `work` answered, as they end; `work` can be pickled. An error of one ends the rest."""
+    if not runs:
+        return
     with pool(jobs) as processes:
         asked: dict[Future[str], Run] = {processes.submit(work, run): run for run in runs}
         for future in as_completed(asked):
@@ -68,6 +70,8 @@ def differences(run: Run, folder: RunFolder, provenance: Provenance) -> str:
     Journal and metrics are compared whole: a simulated run writes no wall-clock time into them.
     """
     with TemporaryDirectory() as place:
+        for past in run.scene.hindsight if run.scene else ():
+            (Path(place) / past).symlink_to((folder.path.parent / past).resolve())
         simulate_here(run, Path(place), provenance)
         again = RunFolder(path=Path(place) / run.run_id)
         for name in ("events", "metrics"):

@@ -14,6 +14,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -67,17 +68,17 @@ def add_experiment(parser: ArgumentParser) -> None:
     parser.add_argument("action", choices=ACTIONS, metavar="ACTION", help=", ".join(ACTIONS))
     parser.add_argument("words", nargs="*", metavar="NAME", help="an experiment, then overrides of all its runs")
     parser.add_argument("--only", metavar="RUN", action="append", help="the runs with this id or variant (repeatable)")
-    parser.add_argument("--out", metavar="FILE", help=f"collect: write here instead of {RUNS}/NAME/{TABLE}")
     parser.add_argument(
-        "--jobs", type=int, default=1, metavar="N", help="run, verify: so many simulated runs at a time"
+        "--jobs", type=int, default=1, metavar="N", help="run, verify: so many simulated runs at a time (default: 1)"
     )
+    parser.add_argument("--out", metavar="FILE", help=f"collect: write here instead of {RUNS}/NAME/{TABLE}")
     parser.add_argument("--share", type=float, default=0.05, metavar="S", help="verify: of the runs (default: 0.05)")
     parser.add_argument("--seed", type=int, default=1, metavar="N", help="verify: which of the runs (default: 1)")
     parser.add_argument(
         "--metric",
-        metavar="NAME",
+        metavar="PATTERN",
         action="append",
-        help="collect: of steps only this (repeatable); runs have all theirs",
+        help="collect: of steps only metrics such as 'timing_s/*' (repeatable); runs have all theirs",
     )
     parser.add_argument("--sample", action="store_true", help="collect: mark the table as a sample, not to be quoted")
 
@@ -123,12 +124,25 @@ def chosen_runs(name: str, overrides: Sequence[str], only: Sequence[str] | None)
 
     Raises ConfigError for an override that is wrong or not part of a Run, and for words that choose nothing.
     """
-    runs = tuple(overridden(run, overrides) for run in load_experiment(name))
+    runs = _overridden_together(load_experiment(name), overrides)
     for word in only or ():
         if not any(word in (run.run_id, run.variant) for run in runs):
             there = sorted({run.variant for run in runs}) + [run.run_id for run in runs]
             raise ConfigError("--only", word, f"expected a variant or a run's id: {', '.join(there)}")
     return tuple(run for run in runs if only is None or run.run_id in only or run.variant in only)
+
+
+def _overridden_together(runs: Sequence[Run], overrides: Sequence[str]) -> tuple[Run, ...]:
+    """The runs with overrides; those that look back on others look back on them as they are then."""
+    changed = [overridden(run, overrides) for run in runs]
+    ids = {old.run_id: new.run_id for old, new in zip(runs, changed, strict=True)}
+    found: list[Run] = []
+    for run in changed:
+        scene = run.scene
+        if scene is not None and scene.hindsight:
+            scene = replace(scene, hindsight=tuple(ids.get(name, name) for name in scene.hindsight))
+        found.append(replace(run, scene=scene))
+    return tuple(found)
 
 
 def overridden(run: Run, overrides: Sequence[str]) -> Run:
@@ -199,7 +213,7 @@ def _run(name: str, runs: Sequence[Run], trainer: Trainer, command: str, jobs: i
     for run in runs:
         if run.system == "nereus" and run.scene is None and progress(run).state != "finished":
             trainer.check(run.config(str(RUNS / name)))
-    for number, run in enumerate(runs, start=1):
+    for number, run in enumerate(sorted(runs, key=_looks_back), start=1):
         head = f"run {number} of {len(runs)}, {run.run_id}"
         if run.system != "nereus" and run.scene is None:
             print(f"{head}: is {run.system}'s, not carried out here")
@@ -215,16 +229,23 @@ def _run(name: str, runs: Sequence[Run], trainer: Trainer, command: str, jobs: i
     return DONE
 
 
+def _looks_back(run: Run) -> bool:
+    """Whether a run needs others to be finished before it."""
+    return run.scene is not None and bool(run.scene.hindsight)
+
+
 def _run_beside(runs: Sequence[Run], command: str, jobs: int) -> int:
-    """Simulated runs, several at a time."""
+    """Simulated runs, several at a time; those that look back on others when these are finished."""
     from nereus.cli.experiment_jobs import carried_out
 
     left = [run for run in runs if progress(run).state != "finished"]
     if len(left) < len(runs):
         print(f"{len(runs) - len(left)} of {len(runs)} runs: finished, skipped", flush=True)
     work = partial(_locked_run, provenance=provenance_of(command))
-    for number, (run, told) in enumerate(carried_out(left, jobs, work), start=1):
-        print(f"{number} of {len(left)}, {run.run_id}: {told}", flush=True)
+    number = count(1)
+    for looking in (False, True):
+        for run, told in carried_out([run for run in left if _looks_back(run) == looking], jobs, work):
+            print(f"{next(number)} of {len(left)}, {run.run_id}: {told}", flush=True)
     return DONE
 
 
@@ -275,6 +296,7 @@ def _run_one(head: str, run: Run, trainer: Trainer, command: str) -> int:
         print(f"{line}: {simulate_run(run, RUNS / run.experiment, provenance)}", flush=True)
         return DONE
     print(f"\n{line}", flush=True)
+    assert trainer is not None, "a real run needs a trainer"
 
     def job(config: Config, folder: RunFolder, display: Display, stop: StopSignal, rollouts: Path | None) -> None:
         write_record(folder.path, run, provenance)
@@ -303,6 +325,9 @@ def _collect(name: str, runs: Sequence[Run], arguments: Namespace) -> int:
         raise NereusError(f"no run of {name} is finished; carry them out: nereus experiment run {name}")
     pairs = [(run, folder_of(run).path) for run in finished]
     table = collected(pairs, arguments.metric)
+    for pattern in arguments.metric or ():
+        if not any(fnmatchcase(name, pattern) for name in table["metric"].unique()):
+            raise ConfigError("--metric", pattern, "expected a pattern that a metric of these runs matches")
     path = Path(arguments.out) if arguments.out else RUNS / name / TABLE
     source = source_of(pairs, command=_command(arguments), sample=arguments.sample)
     write_table(table, source, path)

@@ -5,8 +5,10 @@ from __future__ import annotations
 from argparse import ArgumentParser, Namespace
 
 COMPARED = ("nereus", "dp-scaling", "dp-scaling-any", "restart", "fixed")
-ABLATIONS = ("nereus-uncalibrated", "nereus-unpriced", "nereus-hasty", "nereus-restart")
-POLICIES = ("script", *COMPARED, *ABLATIONS)
+FREE_BASELINES = ("dp-scaling-free", "dp-scaling-any-free")
+ABLATIONS = ("nereus-uncalibrated", "nereus-unpriced", "nereus-hasty", "nereus-restart", "nereus-storage")
+FREEDOMS = ("nereus-shares", "nereus-micro-batch", "nereus-engines")
+POLICIES = ("script", *COMPARED, *FREE_BASELINES, *ABLATIONS, *FREEDOMS)
 
 
 def add_simulate(parser: ArgumentParser) -> None:

@@ -15,12 +15,14 @@ from nereus.config import Config
 from nereus.errors import ConfigError, near
 from nereus.experiment import Run, Scene
 from nereus.fleet import Fleet, parse_fleet
+from nereus.layout import Plan
 from nereus.report.display import QuietDisplay
 from nereus.report.record import Provenance, write_record
-from nereus.runtime.journal import Journal
+from nereus.runtime.journal import Journal, RunFolder, read_journal
 from nereus.runtime.metrics import MetricsWriter, NoMirror
 from nereus.sim.changes import PLACINGS, Placing
 from nereus.sim.edges import Delays
+from nereus.sim.hindsight import Hindsight, Past, best_layout
 from nereus.sim.play import Moment
 from nereus.sim.rivals.choosing import CONFIGURATIONS, Trial, configured
 from nereus.sim.rivals.planned import best_setup, problem_on, settled_setup
@@ -36,6 +38,8 @@ from nereus.world import drive
 OWN_PLANS = ("best-plan", "settled-plan")
 """Policies of Nereus that keep a plan: the best of a search that knows no true times, or that on which searches settle."""
 NO_FIT = "does not fit"
+ORACLE = "oracle"
+"""The policy that knows the future: the best path over the plans that other runs of the scenario used and the planner's best."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,7 +54,7 @@ def simulate_run(run: Run, parent: Path, provenance: Provenance) -> str:
     """Simulates `run` in a new folder of `parent`, and returns a line that says what it came to."""
     if run.scene is None:
         raise ConfigError("scene", None, "expected one: without it a run is real")
-    known = (*POLICIES, *OWN_PLANS) if run.system == "nereus" else CONFIGURATIONS
+    known = (*POLICIES, *OWN_PLANS, ORACLE) if run.system == "nereus" else CONFIGURATIONS
     if run.scene.policy not in known:
         raise ConfigError("scene.policy", run.scene.policy, near(run.scene.policy, known))
     if run.scene.placing not in PLACINGS:
@@ -58,6 +62,8 @@ def simulate_run(run: Run, parent: Path, provenance: Provenance) -> str:
     with _records(run, parent, provenance) as records:
         if run.system != "nereus" or run.scene.policy in OWN_PLANS:
             return _system_run(run, run.scene, records)
+        if run.scene.policy == ORACLE:
+            return _oracle_run(run, run.scene, records, parent)
         return _world_run(run, run.scene, records)
 
 
@@ -82,12 +88,13 @@ def _world_run(run: Run, scene: Scene, records: Records) -> str:
         noise_ratio=scene.noise_ratio, engine_ratio=scene.engine_ratio, link_ratio=scene.link_ratio
     )
     moments, trace = scene_moments(scene, truth)
-    plan = starting_plan(config, moments[0].fleet)
+    workload = workload_of(config, scene.mean_tokens, _with_curve(scene, trace, run.workload.steps), run.seed)
+    plan = scene_start(scene, config, moments, workload)
     world = SimulatedWorld(
         config=config,
         first=plan,
         moments=moments,
-        workload=workload_of(config, scene.mean_tokens, _with_curve(scene, trace), run.seed),
+        workload=workload,
         truth=truth,
         journal=records.journal,
         metrics=records.metrics,
@@ -99,6 +106,61 @@ def _world_run(run: Run, scene: Scene, records: Records) -> str:
     drive(commander_of(scene.policy, config, plan, world, records.journal), world)
     still = ", then stands still" if world.stands_still else ""
     return f"simulated {world.steps_done} steps in {world.env.now:,.0f} s{still}"
+
+
+def scene_start(scene: Scene, config: Config, moments: tuple[Moment, ...], workload: SimWorkload) -> Plan:
+    """The plan in which the run starts: the configuration's on the first fleet, or the best layout for that."""
+    stated = starting_plan(config, moments[0].fleet)
+    return stated if scene.start == "stated" else best_layout(config, moments, workload, stated)
+
+
+def _oracle_run(run: Run, scene: Scene, records: Records, parent: Path) -> str:
+    """What could have been had in the scenario of the runs that it looks back on, and if changes were free."""
+    config, truth = run.config("runs"), Truth(seed=run.seed)
+    moments, trace = scene_moments(scene, truth)
+    workload = workload_of(config, scene.mean_tokens, _with_curve(scene, trace, run.workload.steps), run.seed)
+    first = scene_start(scene, config, moments, workload)
+    past = past_of(scene, parent)
+    past.first.setdefault(first.plan_id, first)
+    past.plans.setdefault(first.plan_id, first)
+    found = Hindsight(config=config, moments=moments, workload=workload, truth=truth, past=past)
+    oracle, ceiling = found.oracle(first), found.ceiling()
+    others = [found.oracle(plan) for name, plan in past.first.items() if name != first.plan_id]
+    free = ceiling.spent()
+    best = min(others, key=lambda answer: answer.total_seconds, default=oracle).spent()
+    records.journal.append(
+        "run_started", config=asdict(config), slots=len(moments[0].fleet.slots), at_seconds=0.0, rollouts=None
+    )
+    for leg, spent, best_spent, free_spent in zip(oracle.legs, oracle.spent(), best, free, strict=True):
+        row = {
+            "training/global_step": float(leg.step),
+            "timing_s/step": leg.ended_seconds - leg.began_seconds,
+            "timing_s/transition": sum(seconds for _, seconds in leg.changes),
+            "hindsight/oracle_seconds": spent,
+            "hindsight/best_start_seconds": best_spent,
+            "hindsight/ceiling_seconds": free_spent,
+        }
+        text = str(oracle.plans[leg.plan])
+        records.journal.append("step_done", step=leg.step, plan_text=text, metrics=row, at_seconds=leg.ended_seconds)
+        records.metrics.write(leg.step, row)
+    records.journal.append("run_stopped", reason="done", steps=len(oracle.legs), at_seconds=oracle.total_seconds)
+    changes = sum(len(leg.changes) for leg in oracle.legs)
+    return (
+        f"the best of {len(found.plans)} plans takes {oracle.total_seconds:,.0f} s with {changes} changes, "
+        f"with free ones {ceiling.total_seconds:,.0f} s; {found.prices.carried_out_count} changes were carried out"
+    )
+
+
+def past_of(scene: Scene, parent: Path) -> Past:
+    """What the runs did that the scene looks back on. ConfigError for one that is not finished."""
+    past = Past()
+    for name in scene.hindsight:
+        folder = RunFolder(path=parent / name)
+        events = read_journal(folder.events) if folder.is_run() else []
+        if not events or events[-1]["kind"] != "run_stopped":
+            raise ConfigError("scene.hindsight", name, f"expected a finished run in {parent}; carry it out first")
+        past.read(events)
+    return past
 
 
 def _system_run(run: Run, scene: Scene, records: Records) -> str:
@@ -147,8 +209,9 @@ def scene_moments(scene: Scene, truth: Truth) -> tuple[tuple[Moment, ...], Fleet
     return fleet_of(scene.fleet, trace, scene.device, truth), trace
 
 
-def _with_curve(scene: Scene, trace: FleetTrace | None) -> LengthCurve | None:
-    """The curve that lengths follow where the scene gives no mean."""
+def _with_curve(scene: Scene, trace: FleetTrace | None, steps: int) -> LengthCurve | None:
+    """The curve that lengths follow where the scene gives no mean; one of its own spans the run's steps."""
     if scene.curve:
-        return read_trace(Path(scene.curve)).lengths
+        found = read_trace(Path(scene.curve)).lengths
+        return found and found.over(steps)
     return trace.lengths if trace else None

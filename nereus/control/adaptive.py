@@ -129,6 +129,11 @@ class Adaptive:
         self.outlook = self.outlook.met_rows(step, width_tokens)
         self.happened(f"step {step} has rows of {width_tokens} tokens", ended=True)
 
+    def overflowed(self, plan_id: str, used_bytes: int, budget_bytes: int) -> None:
+        """Memory is predicted with that margin from now on, so that the same plan is not taken again."""
+        if used_bytes > budget_bytes:
+            self.outlook = self.outlook.overflowed(plan_id, used_bytes)
+
     def answered(self, answer: SearchDone) -> None:
         """Meets the candidates."""
         self._due, self._answer, self._bars, self._near = None, answer, None, None

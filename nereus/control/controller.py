@@ -196,7 +196,8 @@ class AdaptiveController:
             raise InvalidEvent(f"{type(event).__name__} speaks of plan {event.plan.plan_id}, which was not commanded")
         self._wanted, plan_id = None, self._wanted_id
         if isinstance(event, TransitionFailed):
-            self._failed |= {plan_id}
+            if not self._lost_in_change:  # else it says nothing of the fleet that is left
+                self._failed |= {plan_id}
             self.policy.happened(f"the change to {plan_id} failed: {event.reason}", ended=False)
             return self._settled()
         if isinstance(event, StateRestored):
@@ -247,6 +248,7 @@ class AdaptiveController:
     def _alarmed(self, event: MemoryAlarm) -> tuple[AdaptiveCommand, ...]:
         if event.slot in self._slots and self.state != "changing":
             used, budget = event.used_bytes, event.budget_bytes
+            self.policy.overflowed(self.plan_id, used, budget)
             if self._pressing is None:
                 self._forget_answers()
                 self.policy.happened(f"memory alarm on slot {event.slot}", ended=True)

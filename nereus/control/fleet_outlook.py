@@ -161,6 +161,11 @@ class FleetOutlook:
         row = (step, ceil(mean_tokens(self.present_batch)), width_tokens)
         return replace(self, recent_tokens=(*self.recent_tokens, row)[-KEPT_STEPS:])
 
+    def overflowed(self, plan_id: str, used_bytes: int) -> FleetOutlook:
+        """The same; such a peak may be so many times what is predicted."""
+        missed = used_bytes / self.peak_bytes(plan_id) - 1
+        return replace(self, missed_share=max(self.missed_share, missed))
+
     # -- what follows -------------------------------------------------------------------------------------------------
 
     @property

@@ -125,7 +125,7 @@ class _FleetSearch:
         stages: dict[str, StagePlan] = {}
         for name, choice in plan.stages:
             before: StagePlan = getattr(self.request.present, name)
-            slots = _seats(self.fleet, seats, choice.layout.tp)[: choice.layout.ranks]
+            slots = seated(self.fleet, seats, choice.layout.tp)[: choice.layout.ranks]
             stage = stage_plan(self.outlook.config, name, choice, slots)
             if stage.layout == before.layout and set(before.slots) <= set(seats):
                 stage = replace(before, micro_batch=stage.micro_batch)
@@ -196,7 +196,7 @@ def _slots(plan: Plan) -> frozenset[int]:
     return frozenset[int]().union(*(stage.slots for _, stage in plan.stages()))
 
 
-def _seats(fleet: Fleet, slots: Iterable[int], tp: int) -> tuple[int, ...]:
+def seated(fleet: Fleet, slots: Iterable[int], tp: int) -> tuple[int, ...]:
     """The slots node by node, in whole groups of `tp` first."""
     wanted = set(slots)
     whole: list[int] = []

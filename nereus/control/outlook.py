@@ -126,6 +126,10 @@ class JobOutlook:
         """The same, knowing also that rows of step `step` are so wide."""
         return replace(self, recent_tokens=(*self.recent_tokens, (step, width_tokens))[-KEPT_STEPS:], lacking={})
 
+    def overflowed(self, plan_id: str, used_bytes: int) -> JobOutlook:  # noqa: ARG002 - the protocol's
+        """The same: peaks of slots come with their steps, and a slot that overflows is lost before it tells one."""
+        return self
+
     def _prediction(self, state: Observed, plan_id: str, step: StepObserved) -> dict[str, object]:
         """What of a prediction `nereus.observe` learns from, with the batch that the step had."""
         plan, width = self.plans[plan_id], step.batch.width_tokens

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from nereus.config import Config
 from nereus.control.adaptive import Adaptive
 from nereus.control.admission import Caution
 from nereus.control.controller import AdaptiveController
 from nereus.control.fleet_outlook import FleetOutlook
+from nereus.control.fleet_search import FLEET_SPACE
 from nereus.control.outlook import JobOutlook
 from nereus.control.policies import DpScaling, Fixed, Policy, RulePolicy
 from nereus.control.records import Switches
+from nereus.control.scaling import TRAINED, FreeDpScaling
 from nereus.errors import ConfigError, near
 from nereus.fleet import Fleet
 from nereus.layout import Plan
 from nereus.observe import Observed
+from nereus.planning.space import Space
 
 
 def policy_of(config: Config, plan: Plan, state: Observed) -> Policy:
@@ -58,18 +62,38 @@ def switches_of(config: Config) -> Switches:
     )
 
 
+Freedom = Literal["micro_batch", "engines", "trainers"]
+FREEDOMS: tuple[Freedom, ...] = ("micro_batch", "engines", "trainers")
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Variant:
     """A policy of a fleet of GPUs. Of `nereus`: what is left out of it, to see what it is worth.
 
     `learns`: coefficients follow the job. `priced`: changes cost what their graphs say, else nothing. `patient`: a change
-    waits for regret, evidence and probation. `live`: changes are transitions, else each a restart.
+    waits for regret, evidence and probation. `live`: changes are transitions, else each a restart, or with `storage` in
+    the same processes, but with all state written to storage and read back. `frees`: what it may choose beside the samples
+    of each replica; the rest stays as in the first plan.
     """
 
     learns: bool = True
     priced: bool = True
     patient: bool = True
     live: bool = True
+    storage: bool = False
+    frees: tuple[Freedom, ...] = FREEDOMS
+
+    def space(self, first: Plan) -> Space:
+        """What its searches may choose; degrees and micro-batches that are not free are those of the first plan."""
+        stages = [getattr(first, name) for name in TRAINED]
+        found = FLEET_SPACE
+        if "micro_batch" not in self.frees:
+            found = replace(found, micro_batches=tuple(sorted({stage.micro_batch for stage in stages})))
+        if "engines" not in self.frees:
+            found = replace(found, only_engine_tps=(first.actor_generate.layout.tp,))
+        if "trainers" not in self.frees:
+            found = replace(found, only_tp_pp=tuple(sorted({(s.layout.tp, s.layout.pp) for s in stages})))
+        return found
 
 
 VARIANTS: Mapping[str, Variant] = {
@@ -78,6 +102,10 @@ VARIANTS: Mapping[str, Variant] = {
     "nereus-unpriced": Variant(priced=False),
     "nereus-hasty": Variant(patient=False),
     "nereus-restart": Variant(live=False),
+    "nereus-storage": Variant(live=False, storage=True),
+    "nereus-shares": Variant(frees=()),
+    "nereus-micro-batch": Variant(frees=FREEDOMS[:1]),
+    "nereus-engines": Variant(frees=FREEDOMS[:2]),
 }
 HASTY = Caution(caution_ratio=0.0, trust_share=1e-9, least_steps=1, probation_steps=1, evidence_share=1e9)
 """Whatever is expected to be better by its mean is taken at once."""
@@ -91,9 +119,12 @@ def fleet_policy(policy: str, config: Config, plan: Plan, inventory: Fleet) -> P
         made = Adaptive(outlook, plan, None if variant.patient else HASTY)
         made.name, made.by_restart = policy, not variant.live
         return made
+    if policy in FREE_RULES:
+        outlook = FleetOutlook(config=config, inventory=inventory, plans={plan.plan_id: plan})
+        return FreeDpScaling(plan, outlook, divisible=FREE_RULES[policy])
     if policy in RULES:
         return RULES[policy](plan)
-    raise ConfigError("--policy", policy, near(policy, (*VARIANTS, *RULES)))
+    raise ConfigError("--policy", policy, near(policy, (*VARIANTS, *RULES, *FREE_RULES)))
 
 
 RULES: Mapping[str, Callable[[Plan], RulePolicy]] = {
@@ -103,6 +134,8 @@ RULES: Mapping[str, Callable[[Plan], RulePolicy]] = {
     "restart": lambda plan: DpScaling(plan, divisible=True, by_restart=True),
 }
 """Policies that follow a fleet by a rule."""
+FREE_RULES: Mapping[str, bool] = {"dp-scaling-free": True, "dp-scaling-any-free": False}
+"""Those that choose micro-batches as well -> whether DP has to divide the samples."""
 
 
 def fleet_controller(policy: str, config: Config, plan: Plan, fleet: Fleet, inventory: Fleet) -> AdaptiveController:

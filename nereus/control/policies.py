@@ -97,6 +97,10 @@ class Policy(Protocol):
         """The rows of the step, which has not run, are too wide for the present plan."""
         ...
 
+    def overflowed(self, plan_id: str, used_bytes: int, budget_bytes: int) -> None:
+        """A slot of the present plan used so many of its bytes, perhaps more than it has."""
+        ...
+
     def answered(self, answer: SearchDone) -> None:
         """A search that is not stale was answered."""
         ...
@@ -132,6 +136,9 @@ class RulePolicy:
 
     def outgrown(self, step: int, width_tokens: int) -> None:
         """The rule has no other plan for it."""
+
+    def overflowed(self, plan_id: str, used_bytes: int, budget_bytes: int) -> None:
+        """Nothing is learnt."""
 
     def answered(self, answer: SearchDone) -> None:
         """No search is asked for."""

@@ -260,6 +260,10 @@ class Outlook(Protocol):
         """The same, knowing also that the rows of step `step`, which has not run, are so wide."""
         ...
 
+    def overflowed(self, plan_id: str, used_bytes: int) -> Outlook:
+        """The same, knowing also that a slot used so many bytes under `plan_id`, more than it has."""
+        ...
+
 
 def plan_slots(plan: Plan) -> frozenset[int]:
     """Every slot that the plan uses."""

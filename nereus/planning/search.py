@@ -341,6 +341,8 @@ def _explore(state: _Search, placement: Placement, bound: float) -> None:
         every_slot=state.space.every_slot,
         fewer=state.objective.priced and len(placement.pools[served]) <= state.space.exact_slots,
     )
+    if allowed := state.space.only_engine_tps:
+        engines = [each for each in engines if each.choice.layout.tp in allowed]
     tables = {
         name: state.table(name, grounds[pool], alone=sharing[pool] == 1)
         for name, pool in placement.pool_of

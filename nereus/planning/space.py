@@ -47,8 +47,8 @@ APART: tuple[tuple[tuple[str, ...], ...], ...] = (
 class Space:
     """What may be chosen. `micro_batches` in samples; none but 1 holds more than `most_packed_tokens`.
 
-    `only_tp_pp` are the (TP, PP) that stages which train or infer may have (none named: all); with `every_slot` no stage may
-    leave one idle, and pipelines are even.
+    `only_tp_pp` are the (TP, PP) that stages which train or infer may have, `only_engine_tps` the TP of engines (none named:
+    all); with `every_slot` no stage may leave one idle, and pipelines are even.
     """
 
     recomputes: tuple[Recompute, ...] = ("none", "full")
@@ -58,6 +58,7 @@ class Space:
     exact_slots: int = 8
     pools: bool = True
     only_tp_pp: tuple[tuple[int, int], ...] = ()
+    only_engine_tps: tuple[int, ...] = ()
     every_slot: bool = False
 
 

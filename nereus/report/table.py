@@ -12,6 +12,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import polars as pl
@@ -57,7 +58,7 @@ class Source:
 
 
 def collected(runs: Sequence[tuple[Run, Path]], metrics: Sequence[str] | None = None) -> pl.DataFrame:
-    """The table of finished runs and their folders; of steps only `metrics`, if given. JournalError for a record that is not whole."""
+    """The table of finished runs and their folders; of steps only what the patterns `metrics` match, if given. JournalError for a record that is not whole."""
     rows = [row for run, folder in runs for row in _rows(run, folder) if _wanted(row, metrics)]
     table = pl.DataFrame(rows, schema=SCHEMA, orient="row", strict=True)
     if table.select(KEY).is_duplicated().any():
@@ -116,7 +117,7 @@ def measured_or_sample(measured: Path, sample: Path) -> tuple[pl.DataFrame, Sour
 
 
 def _wanted(row: Row, metrics: Sequence[str] | None) -> bool:
-    return metrics is None or row[5] is None or row[6] in metrics
+    return metrics is None or row[5] is None or any(fnmatchcase(row[6], pattern) for pattern in metrics)
 
 
 def _rows(run: Run, folder: Path) -> Iterator[Row]:
@@ -138,6 +139,7 @@ def _rows(run: Run, folder: Path) -> Iterator[Row]:
 
 def _of_run(summary: Summary) -> Mapping[str, float]:
     return {
+        "run/steps": float(summary.steps),
         "run/seconds": summary.run_seconds,
         "run/training_seconds": summary.training_seconds,
         "run/transition_fraction": summary.transition_fraction,

@@ -75,9 +75,12 @@ class Delays:
         """Seconds of the job's state to or from storage, by all nodes at once."""
         return state_bytes(config) / (self.storage_bytes_per_second * nodes)
 
-    def restart(self, config: Config, nodes: int, engine_seconds: float, spread: float) -> float:
-        """Seconds of processes anew, the state read by all nodes at once, engines built."""
-        return spread * (self.restart_seconds + engine_seconds) + self.stored(config, nodes)
+    def restart(
+        self, config: Config, nodes: int, engine_seconds: float, spread: float, *, processes: bool = True
+    ) -> float:
+        """Seconds of processes anew (if they are to be), the state read by all nodes at once, engines built."""
+        started = self.restart_seconds if processes else 0.0
+        return spread * (started + engine_seconds) + self.stored(config, nodes)
 
 
 @dataclass(kw_only=True)

@@ -135,18 +135,32 @@ class Changes:
         return PriceEstimate(mean_seconds=seconds, deviation_seconds=deviation, bound_seconds=seconds)
 
     def bound(self, before: Plan, after: Plan) -> float:
-        """Below every price: what an EMU's change takes on a slot whatever bytes it moves."""
-        changed = [n for n, s in after.stages() if s.stage != "generate" and not same_cut(getattr(before, n), s)]
-        if not changed and not restarts_generation(before, after):
+        """Below every price: what a slot's engines take that are built one after the other, whatever bytes move."""
+        built = built_seconds(before, after, self.engine_seconds)
+        if not built:
             return 0.0
-        return self.tolls.commit_seconds + self.tolls.activate_seconds
+        return min(
+            self.factor.ratio * (built + self.tolls.commit_seconds + self.tolls.activate_seconds), RESTORE.mean_seconds
+        )
+
+
+def built_seconds(before: Plan, after: Plan, engine_seconds: Mapping[str, float]) -> float:
+    """Of the slot on which most is built anew when all slots of `before` live: a slot builds one engine at a time."""
+    built: dict[int, float] = {}
+    for name, stage in after.stages():
+        anew = not same_cut(getattr(before, name), stage)
+        if stage.stage == "generate":
+            anew = restarts_generation(before, after)
+        for slot in stage.slots if anew else ():
+            built[slot] = built.get(slot, 0.0) + engine_seconds[stage.stage]
+    return max(built.values(), default=0.0)
 
 
 @dataclass(kw_only=True)
 class FleetSearcher:
     """Answers searches in place; `outlook` is asked for what the controller believes at that moment.
 
-    `free` has every change cost nothing: the controller without a price. With `by_restart` each costs a restart.
+    `free` has every change cost nothing: the controller without a price. With `by_restart` each costs a `restart_price`.
     """
 
     changes: Changes
@@ -156,6 +170,7 @@ class FleetSearcher:
     space: Space = FLEET_SPACE
     free: bool = False
     by_restart: bool = False
+    restart_price: PriceEstimate = RESTORE
 
     def __call__(self, search: Search, at_seconds: float) -> SearchDone:
         """The answer."""
@@ -179,7 +194,7 @@ class FleetSearcher:
 
     def _pricer(self, request: SearchRequest) -> Pricer:
         if self.free or self.by_restart:
-            constant = NOTHING if self.free else RESTORE
+            constant = NOTHING if self.free else self.restart_price
             return Pricer(price=lambda _: constant, bound=lambda _: constant.mean_seconds)
         fleet, before = self.fleet(), request.present
         holders = frozenset(fleet.slots) - frozenset(request.empty_slots)

@@ -74,6 +74,7 @@ class SimulatedWorld:
     metrics: Metrics
     display: Shown
     renumbered: bool = False
+    through_storage: bool = False  # a Restart of a state that lives keeps the processes
     searcher: Searcher | None = None
     delays: Delays = field(default_factory=Delays)
     tolls: Tolls = field(default_factory=Tolls)
@@ -356,16 +357,16 @@ class SimulatedWorld:
 
     # -- restarts, losses ----------------------------------------------------------------------------------------
 
-    def _restart_seconds(self) -> float:
+    def _restart_seconds(self, *, processes: bool = True) -> float:
         engines = self.engine_seconds["train"] + self.engine_seconds["generate"]
         draw = self.truth.generator("restart", len(self.transitions), self.steps_done)
         spread = 1.0 if self.truth.exact else float(np.exp(0.2 * draw.standard_normal()))
-        return self.delays.restart(self.config, len(self.fleet.nodes), engines, spread)
+        return self.delays.restart(self.config, len(self.fleet.nodes), engines, spread, processes=processes)
 
-    def _restore(self, plan: Plan, began: float) -> Process:
+    def _restore(self, plan: Plan, began: float, *, processes: bool = True) -> Process:
         """From the last checkpoint, into `plan`: the steps since are lost."""
         self._empty = frozenset()
-        yield self.env.timeout(self._restart_seconds())
+        yield self.env.timeout(self._restart_seconds(processes=processes))
         step = self._saved_step + 1
         change, self._change, self._running = self._change, None, None
         self.plan, self.state_version = plan, self.state_version + 1
@@ -389,12 +390,11 @@ class SimulatedWorld:
             command=ChangePlan(step=command.step, plan=command.plan, reason=command.reason), facts=facts
         )
         try:
-            held = plan_slots(self.physical(self.plan)) & self._empty
-            away = plan_slots(self.physical(self.plan)) - set(self.fleet.slots)
-            if not held and not away:
+            lives = plan_slots(self.physical(self.plan)) <= set(self.fleet.slots) - self._empty
+            if lives:
                 yield self.env.timeout(self.delays.stored(self.config, len(self.fleet.nodes)))
                 self._saved_step = self.steps_done
-            yield from self._restore(command.plan, began)
+            yield from self._restore(command.plan, began, processes=not (lives and self.through_storage))
         except simpy.Interrupt:
             return
 

@@ -15,7 +15,7 @@ from nereus.report.table import read_table, write_table
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = sorted((ROOT / "analysis").glob("*.py"))
-SIMULATED = {"throughput", "scale", "sensitivity", "accuracy"}
+SIMULATED = {"throughput", "trace", "scale", "sensitivity", "accuracy"}
 """Experiments whose runs are simulated: their tables and figures say so, and measured data is never to be had of them."""
 WHOLE = {"scale", "sensitivity", "accuracy", "overhead"}
 """Experiments whose whole table ships, frozen: no sample."""

@@ -75,6 +75,9 @@ class TableOutlook:
         misfit = Misfit(within_steps=0, reason=f"rows of {width_tokens} tokens")
         return replace(self, misfits={**self.misfits, **dict.fromkeys(narrow, misfit)})
 
+    def overflowed(self, plan_id: str, used_bytes: int) -> TableOutlook:
+        return self
+
     def misfit(self, plan_id: str, step: int) -> Misfit | None:
         return self.misfits.get(plan_id)
 

@@ -97,6 +97,16 @@ def test_a_change_that_failed_is_not_tried_again_before_the_fleet_changes() -> N
     assert isinstance(made.handle(changed(4))[0], ChangePlan)
 
 
+def test_a_change_that_a_loss_ended_is_tried_again_with_those_that_are_left() -> None:
+    made = controller(DpScaling(FIRST, divisible=False), slots=5)
+    (change,) = made.handle(changed(3, 3, 4))
+    assert isinstance(change, ChangePlan)
+    assert made.handle(changed(2, 2)) == ()
+    (again,) = made.handle(TransitionFailed(at_seconds=2, plan=change.plan, reason="slot 2 lost"))
+    assert isinstance(again, ChangePlan)
+    assert again.plan == change.plan
+
+
 def test_a_slot_that_was_lost_while_a_change_went_there_is_empty_afterwards() -> None:
     made = controller(DpScaling(FIRST, divisible=False))
     assert made.handle(changed(6)) == ()

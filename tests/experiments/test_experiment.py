@@ -253,6 +253,7 @@ def test_collect(command: Command, capsys: pytest.CaptureFixture[str]) -> None:
     }
     values = {(step, metric): value for step, metric, value in table.select("step", "metric", "value").iter_rows()}
     assert values == {
+        (None, "run/steps"): 3.0,
         (None, "run/seconds"): 4.0,
         (None, "run/training_seconds"): 2.5,  # from the start of the first step, half a second before its end
         (None, "run/transition_fraction"): 0.3,
@@ -288,6 +289,15 @@ def test_collect_again_gives_the_same_bytes(command: Command) -> None:
     assert Path("a/table.parquet").read_bytes() == Path("b/table.parquet").read_bytes()
     command("collect", "pair", "--sample", "--out", "c.parquet")
     assert read_table(Path("c.parquet"))[1].sample
+    command("collect", "pair", "--metric", "run/*", "--metric", "*/step", "--out", "d.parquet")
+    few, source = read_table(Path("d.parquet"))
+    assert set(few["metric"]) == {
+        *(f"run/{n}" for n in ("steps", "seconds", "training_seconds", "transition_fraction")),
+        "timing_s/step",
+    }
+    assert source.command == "nereus experiment collect pair --metric 'run/*' --metric '*/step'"
+    with pytest.raises(ConfigError, match="--metric"):
+        command("collect", "pair", "--metric", "none")
 
 
 def test_collect_refuses_records_that_are_not_whole(command: Command) -> None:
@@ -353,6 +363,37 @@ def test_runs_of_a_scene_are_simulated(command: Command, capsys: pytest.CaptureF
     folder_of(runs[0]).path.rename("aside")
     assert command("run", "paper", job=never) == 0
     assert folder_of(runs[0]).events.read_bytes() == events
+
+
+LOOKING_BACK = """
+from dataclasses import replace
+from experiments.past import runs as shared
+def runs():
+    made = [replace(run, experiment="back") for run in shared()]
+    last = replace(made[0], variant="oracle")
+    return [*made, replace(last, scene=replace(last.scene, policy="oracle", hindsight=tuple(r.run_id for r in made)))][::-1]
+"""
+
+
+def test_runs_side_by_side_and_those_that_look_back_last(command: Command, capfd: pytest.CaptureFixture[str]) -> None:
+    text = LOOKING_BACK.replace(
+        "from experiments.past import runs as shared", SIMULATED.replace("def runs", "def shared")
+    )
+    Path("experiments/back.py").write_text(text.replace("mean_tokens=mean", 'policy="fixed"'))
+    with pytest.raises(ConfigError, match="--jobs"):
+        command("run", "back", "--jobs", "0")
+    with pytest.raises(ConfigError, match="carry it out first"):
+        command("run", "back", "--only", "oracle", "run.steps=3")
+    assert command("run", "back", "--jobs", "2", "run.steps=3") == 0
+    lines = capfd.readouterr().out.splitlines()
+    assert "the best of" in lines[-1]
+    assert sum("simulated 3 steps" in line for line in lines) == 2
+    assert command("run", "back", "--jobs", "2", "run.steps=3") == 0
+    assert capfd.readouterr().out.count("finished, skipped") == 3
+    assert command("collect", "back", "run.steps=3") == 0
+    table, _ = read_table(Path("runs/back/table.parquet"))
+    ends = dict(table.filter(pl.col("metric") == "run/seconds").select("variant", "value").iter_rows())
+    assert ends["oracle"] <= min(ends.values())
 
 
 def test_systems_of_a_scene_are_simulated(command: Command, capsys: pytest.CaptureFixture[str]) -> None:

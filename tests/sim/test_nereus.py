@@ -9,15 +9,16 @@ from typing import Any
 
 import pytest
 
+from nereus.cli.simulation import commander_of
 from nereus.config import Config, RolloutConfig
-from nereus.control.outset import VARIANTS, fleet_controller
+from nereus.control.outset import FREEDOMS, VARIANTS, fleet_controller
 from nereus.layout import first_plan
 from nereus.report.explain import explained, render
 from nereus.report.replay import first_difference, recorded
 from nereus.report.summary import fold
 from nereus.sim.edges import Delays
 from nereus.sim.play import inventory_of
-from nereus.sim.searching import FleetSearcher
+from nereus.sim.searching import Changes, FleetSearcher
 from nereus.sim.told import Told
 from nereus.sim.traces import LengthCurve
 from nereus.sim.truth import Truth
@@ -49,9 +50,11 @@ def run(
         journal=kept,
         outlook=lambda: controller.policy.outlook,  # type: ignore[attr-defined]
         fleet=lambda: made.fleet,
+        space=VARIANTS[policy].space(first_plan(config)),
         free=not VARIANTS[policy].priced,
         by_restart=not VARIANTS[policy].live,
     )
+    made.through_storage = VARIANTS[policy].storage
     told = Told(controller=controller, journal=kept, policy=policy, inventory=inventory)
 
     class Checked:
@@ -143,11 +146,15 @@ def test_equal_seeds_decide_alike_and_a_replay_makes_the_same_decisions() -> Non
 
 
 def test_each_variant_leaves_out_what_its_name_says() -> None:
-    steps = {"nereus": 14, "nereus-hasty": 14, "nereus-restart": 50}
-    runs = {name: run([(0, 2)], policy=name, config=large(steps.get(name, 6))) for name in VARIANTS}
+    steps = {"nereus": 14, "nereus-hasty": 14, "nereus-restart": 50, "nereus-storage": 50}
+    whole = [name for name, variant in VARIANTS.items() if variant.frees == FREEDOMS]
+    runs = {name: run([(0, 2)], policy=name, config=large(steps.get(name, 6))) for name in whole}
     commands = {name: {e["command"]["is"] for e in kept.kinds("commanded")} for name, kept in runs.items()}
-    assert "Restart" in commands["nereus-restart"]
-    assert all("Restart" not in found for name, found in commands.items() if name != "nereus-restart")
+    assert all(("Restart" in found) == (not VARIANTS[name].live) for name, found in commands.items())
+    pauses = {
+        name: runs[name].kinds("transition_done")[0]["pause_seconds"] for name in ("nereus-restart", "nereus-storage")
+    }
+    assert pauses["nereus-storage"] < pauses["nereus-restart"] - 0.8 * Delays().restart_seconds
     first = [min(int(e["step"]) for e in runs[name].kinds("transition_done")) for name in ("nereus-hasty", "nereus")]
     assert first[0] < first[1]
     weighed = [each for d in decided(runs["nereus-unpriced"]) for each in d["weighed"]]
@@ -156,6 +163,49 @@ def test_each_variant_leaves_out_what_its_name_says() -> None:
     believed = [next(d["present_seconds"] for d in decided(runs[name])) for name in ("nereus", "nereus-uncalibrated")]
     measured = runs["nereus"].rows[0]["timing_s/step"]
     assert abs(believed[0] / measured - 1) < abs(believed[1] / measured - 1)
+
+
+def test_what_is_not_free_stays_as_in_the_first_plan() -> None:
+    config = replace(large(16), rollout=RolloutConfig(kv_cache_bytes=12 << 30), plan=plan_config(4, 1, 4, 2))
+    degrees = {"nereus-shares": 0, "nereus-micro-batch": 1, "nereus-engines": 2}
+    for policy, freed in degrees.items():
+        kept = run([(0, 2), (120, 3)], policy=policy, config=config)
+        plans = [
+            event["command"]["plan"] for event in kept.kinds("commanded") if event["command"]["is"] == "ChangePlan"
+        ]
+        assert plans or freed < 1
+        for plan in plans:
+            trained = [plan[name] for name in ("actor_train", "critic_train", "reference_infer")]
+            assert {(each["layout"]["tp"], each["layout"]["pp"]) for each in trained} == {(4, 1)}
+            assert freed > 0 or {each["micro_batch"] for each in trained} == {4}
+            assert freed > 1 or plan["actor_generate"]["layout"]["tp"] == 2
+
+
+def test_a_plan_that_overflowed_is_not_taken_again() -> None:
+    """The first plan cannot hold the first samples; what it used teaches how far off predictions are."""
+    plan = plan_config(4, 1, 4, 2)
+    wide = replace(plan.actor_train, micro_batch=16)
+    config = job(steps=6, budget_bytes=82 << 30, plan=replace(plan, actor_train=wide, critic_train=wide))
+    config = replace(config, data=replace(config.data, max_prompt_tokens=512, max_response_tokens=12288))
+    kept = run([(0, 2)], config=config, curve=LengthCurve(name="long", at_steps=(1,), mean_tokens=(4000.0,)))
+    assert len(kept.kinds("out_of_memory")) == 1
+    assert kept.rows[-1]["training/global_step"] == 6
+
+
+def test_free_dp_scaling_keeps_its_degrees_and_chooses_micro_batches() -> None:
+    config = job(steps=10, plan=plan_config(4, 1, 4, 2))
+    rows = {}
+    for policy in ("dp-scaling-any", "dp-scaling-any-free"):
+        made, kept = world(config, [(0, 2), (60, 3)], memory_bytes=H100.memory_bytes)
+        drive(commander_of(policy, config, first_plan(config), made, kept), made)  # type: ignore[arg-type]
+        rows[policy] = kept.rows
+        plans = [
+            event["command"]["plan"] for event in kept.kinds("commanded") if event["command"]["is"] == "ChangePlan"
+        ]
+        assert {(p["actor_train"]["layout"]["tp"], p["actor_generate"]["layout"]["tp"]) for p in plans} == {(4, 2)}
+        assert max(p["actor_train"]["layout"]["dp"] for p in plans) == 6
+    last = [found[-1]["timing_s/step"] for found in (rows["dp-scaling-any-free"], rows["dp-scaling-any"])]
+    assert last[0] < last[1]
 
 
 def test_a_workload_without_spread_has_no_tail() -> None:
@@ -169,3 +219,18 @@ def test_a_workload_without_spread_has_no_tail() -> None:
         shape=EVEN,
     )
     assert made.batch(1).response_tokens.max() < 1500
+
+
+def test_no_change_costs_less_than_its_bound() -> None:
+    jobs = [job(plan=plan_config(*degrees)) for degrees in ((8, 2, 1, 8), (4, 1, 4, 2), (2, 2, 4, 4))]
+    fleet = world(jobs[0], [(0, 2)])[0].fleet
+    bounds = set[float]()
+    for config in jobs:
+        before, changes = first_plan(config), Changes(config=config)
+        for other in map(first_plan, jobs):
+            engines = replace(before, actor_generate=other.actor_generate)
+            for after in (other, engines, replace(before, actor_train=other.actor_train)):
+                found = changes.price(before, after, fleet, frozenset(fleet.slots))
+                assert found is None or changes.bound(before, after) <= found.mean_seconds
+                bounds.add(changes.bound(before, after))
+    assert len(bounds) >= 4

@@ -1,0 +1,217 @@
+"""The best that could have been done, known afterwards: plans and changes whose times have come true, in the least time.
+
+A dynamic program over steps and plans. A state is a plan that is live at a moment, in a span of time in which none of its
+slots leaves; of two ways into the same state the earlier is as good, for whoever is early may wait. It shares nothing with
+the simulated world: what steps and changes take, it is told.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from math import inf
+from typing import Protocol
+
+WAITED_MOMENTS = 3
+"""A change may wait for so many changes of the fleet."""
+HOPS = 2
+"""So many changes may follow each other between two steps."""
+State = tuple[int, int]  # plan, and which of its spans
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Timeline:
+    """The fleet over time: moment i begins at `at_seconds[i]` (ascending, the first at 0) with the slots `present[i]`."""
+
+    at_seconds: tuple[float, ...]
+    present: tuple[frozenset[int], ...]
+
+    def index_at(self, seconds: float) -> int:
+        """The moment that lasts then."""
+        return bisect_right(self.at_seconds, seconds) - 1
+
+    def spans(self, slots: frozenset[int]) -> tuple[tuple[float, float], ...]:
+        """[begin, end) of the times in which all these slots are there without a break."""
+        found: list[tuple[float, float]] = []
+        for at, there in zip(self.at_seconds, self.present, strict=True):
+            whole = slots <= there
+            opened = bool(found) and found[-1][1] == inf
+            if whole and not opened:
+                found.append((at, inf))
+            elif not whole and opened:
+                found[-1] = (found[-1][0], at)
+        return tuple(found)
+
+    def kept(self, slots: frozenset[int], begin: float, end: float) -> frozenset[int]:
+        """Those of the slots that were there at each time from begin to end."""
+        for index in range(self.index_at(begin), self.index_at(end) + 1):
+            slots = slots & self.present[index]
+        return slots
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Edge:
+    """A change: from which plan to which, in which moment of the fleet, with which slots that still hold their state."""
+
+    before: int
+    after: int
+    moment: int
+    holders: frozenset[int]
+
+
+class Prices(Protocol):
+    """What changes take. `seconds` is `charged`, or while that is not known a bound that is not above it."""
+
+    def seconds(self, edge: Edge) -> float:
+        """What is known of the change's time."""
+        ...
+
+    def charge(self, edge: Edge) -> bool:
+        """Finds out what the change takes; False if that was known."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Leg:
+    """A step of the best path: its plan, when it began and ended, and the changes right before it with their seconds."""
+
+    step: int
+    plan: int
+    began_seconds: float
+    ended_seconds: float
+    changes: tuple[tuple[Edge, float], ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Way:
+    """How a state was reached: when, from which one, by a change or by a step that began then."""
+
+    at_seconds: float
+    before: _Way | None
+    state: State
+    edge: Edge | None = None
+    edge_seconds: float = 0.0
+    began_seconds: float = -1.0
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Program:
+    """The question. `slots[i]` are those of plan i; `step_seconds(plan, step, moment)` is infinite for what cannot run.
+
+    It begins in one of the plans `first`, at 0, and ends after `steps` steps. With `free` changes take no time.
+    """
+
+    timeline: Timeline
+    slots: Sequence[frozenset[int]]
+    first: Sequence[int]
+    steps: int
+    step_seconds: Callable[[int, int, int], float]
+    prices: Prices
+    free: bool = False
+
+    def solve(self, most_rounds: int = 40) -> tuple[Leg, ...]:
+        """The best path, () if there is none. Prices of changes on it are found out until all of them are known.
+
+        After `most_rounds` what is not known stays bounded from below, so the path is never worse than the best.
+        """
+        legs: tuple[Leg, ...] = ()
+        for _ in range(most_rounds):
+            legs = self._best()
+            news = [self.prices.charge(edge) for leg in legs for edge, _ in leg.changes]
+            if not any(news):
+                break
+        return legs
+
+    def _best(self) -> tuple[Leg, ...]:
+        spans = [self.timeline.spans(slots) for slots in self.slots]
+        there: list[list[tuple[int, int, float]]] = [[] for _ in self.timeline.at_seconds]
+        for plan, own in enumerate(spans):
+            for number, (begin, end) in enumerate(own):
+                last = len(there) if end == inf else self.timeline.index_at(end)
+                for moment in range(self.timeline.index_at(begin), last):
+                    there[moment].append((plan, number, end))
+        ways = {(plan, 0): _Way(at_seconds=0.0, before=None, state=(plan, 0)) for plan in self.first}
+        for step in range(1, self.steps + 1):
+            fresh = list(ways.values())
+            for _ in range(HOPS):
+                fresh = self._changed(ways, fresh, there)
+            done = (self._stepped(way, state, spans[state[0]][state[1]][1], step) for state, way in ways.items())
+            ways = {way.state: way for way in done if way is not None}
+            if not ways:
+                return ()
+        return _legs(min(ways.values(), key=lambda way: way.at_seconds), self.steps)
+
+    def _stepped(self, way: _Way, state: State, end: float, step: int) -> _Way | None:
+        """The step, begun at once or at a later moment of the fleet if it is over sooner then."""
+        best: tuple[float, float] | None = None
+        at = self.timeline.at_seconds
+        starts = [way.at_seconds, *at[self.timeline.index_at(way.at_seconds) + 1 :]]
+        for begin in starts:
+            if begin >= end or (best is not None and begin >= best[0]):
+                break
+            over = begin + self.step_seconds(state[0], step, self.timeline.index_at(begin))
+            if over <= end and over < inf and (best is None or over < best[0]):
+                best = (over, begin)
+        if best is None:
+            return None
+        return _Way(at_seconds=best[0], before=way, state=state, began_seconds=best[1])
+
+    def _changed(
+        self, ways: dict[State, _Way], fresh: list[_Way], there: list[list[tuple[int, int, float]]]
+    ) -> list[_Way]:
+        """Puts into `ways` what a change more from `fresh` can reach sooner, and returns that."""
+        better: dict[State, _Way] = {}
+        for way in fresh:
+            for reached in self._moved(way, there):
+                known = ways.get(reached.state)
+                if known is None or reached.at_seconds < known.at_seconds:
+                    ways[reached.state] = better[reached.state] = reached
+        return list(better.values())
+
+    def _moved(self, way: _Way, there: list[list[tuple[int, int, float]]]) -> Iterator[_Way]:
+        """Changes to other plans: now, or after one of the next moments of the fleet."""
+        line, before = self.timeline, way.state[0]
+        now = line.index_at(way.at_seconds)
+        starts = (way.at_seconds, *line.at_seconds[now + 1 : now + 1 + WAITED_MOMENTS])
+        for moment, begin in enumerate(starts, now):
+            holders = line.kept(self.slots[before], way.at_seconds, begin)
+            for plan, number, end in there[moment]:
+                if (plan, number) == way.state:
+                    continue
+                seconds, edge = 0.0, None
+                if not self.free:
+                    edge = Edge(before=before, after=plan, moment=moment, holders=holders)
+                    seconds = self.prices.seconds(edge)
+                over = begin + seconds
+                if over <= end and seconds < inf:
+                    yield _Way(at_seconds=over, before=way, state=(plan, number), edge=edge, edge_seconds=seconds)
+
+
+def _legs(last: _Way, steps: int) -> tuple[Leg, ...]:
+    """The path that ends there, step by step."""
+    legs: list[Leg] = []
+    changes: list[tuple[Edge, float]] = []
+    way: _Way | None = last
+    ended: _Way | None = None
+    while way is not None:
+        if way.began_seconds >= 0:
+            if ended is not None:
+                legs.append(_leg(ended, changes, steps - len(legs)))
+            ended, changes = way, []
+        elif way.edge is not None:
+            changes.append((way.edge, way.edge_seconds))
+        way = way.before
+    if ended is not None:
+        legs.append(_leg(ended, changes, steps - len(legs)))
+    return tuple(reversed(legs))
+
+
+def _leg(way: _Way, changes: list[tuple[Edge, float]], step: int) -> Leg:
+    return Leg(
+        step=step,
+        plan=way.state[0],
+        began_seconds=way.began_seconds,
+        ended_seconds=way.at_seconds,
+        changes=tuple(reversed(changes)),
+    )
