@@ -139,7 +139,6 @@ def _rows(run: Run, folder: Path) -> Iterator[Row]:
 
 def _of_run(summary: Summary) -> Mapping[str, float]:
     return {
-        "run/steps": float(summary.steps),
         "run/seconds": summary.run_seconds,
         "run/training_seconds": summary.training_seconds,
         "run/transition_fraction": summary.transition_fraction,
