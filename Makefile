@@ -3,7 +3,7 @@ ARGS ?=
 EXPERIMENT ?= $(filter-out ppo_8b quickstart_pair,$(patsubst experiments/%.py,%,$(sort $(wildcard experiments/*.py))))
 JOBS ?= 2
 
-.PHONY: run test experiments analysis slurm-test bench-adapt bench-admission bench-checkpoints bench-controller bench-faults bench-plan bench-planner bench-published bench-transition baselines-check gpu-contract check setup clean
+.PHONY: run test experiments analysis slurm-test bench-adapt bench-admission bench-checkpoints bench-controller bench-faults bench-overhead bench-plan bench-planner bench-published bench-transition baselines-check gpu-contract check setup clean
 
 run: setup  ## train CONFIG (dotted overrides in ARGS)
 	@.venv/bin/nereus train $(CONFIG) $(ARGS)
@@ -15,12 +15,12 @@ experiments: setup  ## carry out EXPERIMENT (default: all that are simulated; fi
 	@set -e; for name in $(EXPERIMENT); do \
 	  .venv/bin/nereus experiment run $$name --jobs $(JOBS) $(ARGS); .venv/bin/nereus experiment collect $$name $(ARGS); done
 ifeq ($(origin EXPERIMENT),file)
-	@OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.overhead
+	@OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.overhead --most 1024
 	@[ -z "$(POINTS)" ] || OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.published_steps --points $(POINTS) --table runs/accuracy/table.parquet
 	@set -e; for name in $(EXPERIMENT); do .venv/bin/nereus experiment verify $$name --jobs $(JOBS); done
 endif
 
-analysis: setup  ## draw every figure of analysis/ into analysis/figures/, from collected tables or marked samples
+analysis: setup  ## draw every figure of analysis/ into analysis/figures/, from collected tables, those that ship, or marked samples
 	@failed=0; for script in analysis/*.py; do .venv/bin/python "$$script" || { echo "$$script failed" >&2; failed=1; }; done; exit $$failed
 
 slurm-test: setup  ## jobs on a real Slurm of two nodes on this host (root; installs slurm-wlm and munge if missing)
@@ -42,6 +42,9 @@ bench-faults: setup  ## slots and drivers that die or fail at each kind of opera
 	@OMP_NUM_THREADS=1 .venv/bin/python -W ignore -m benchmarks.faults $(ARGS)
 	@[ -n "$(filter-out every,$(ARGS))" ] || NEREUS_BENCH_CHECKPOINTS=1 OMP_NUM_THREADS=1 .venv/bin/python -W ignore -m pytest -q -s tests/live/test_checkpoint_endings.py -k "change $(if $(ARGS),,and commit)"
 	@[ -n "$(filter-out every,$(ARGS))" ] || NEREUS_BENCH_ATTACH=1 OMP_NUM_THREADS=1 .venv/bin/python -W ignore -m pytest -q -s tests/live/test_attaching.py $(if $(ARGS),,-k train)
+
+bench-overhead: setup  ## what deciding costs at 64 to 16,384 slots, and the simulator's own time and memory, as the table of analysis/overhead.py: 10 minutes; ARGS: --most N --table FILE
+	@OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.overhead $(ARGS)
 
 bench-plan: setup  ## seconds and memory of `nereus plan` for 16 and 1,024 GPUs
 	@.venv/bin/python -m benchmarks.plan

@@ -29,7 +29,7 @@ from nereus.sim.traces import read_trace, scaled, write_trace
 
 SEARCHES = 3
 """Processes of which the median search counts."""
-SIMULATED = {1024: 1000, 16384: 40}
+SIMULATED = {1024: 1000, 16384: 20}
 """Most GPUs of the trace -> steps that are simulated."""
 
 

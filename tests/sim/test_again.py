@@ -13,6 +13,7 @@ from nereus.cli.main import main
 from nereus.errors import ConfigError, JournalError
 from nereus.sim.again import played_again, real_run
 from tests.sim.scene import Kept
+from tests.sim.test_world import scaled
 
 JOURNAL = Path(__file__).parent / "journals" / "quickstart.jsonl.gz"
 GOAL_SHARE = 0.15
@@ -79,3 +80,16 @@ def test_the_command_prints_both(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "first step to last" in told
     assert main(["simulate", str(tmp_path), "--learn-steps", "99"]) == 2
     assert main(["simulate", str(tmp_path.parent / "none")]) == 2
+
+
+def test_nothing_is_outside_the_pause_that_the_real_world_has_inside() -> None:
+    """A controller's changes stop the job in both worlds: what of a change is beside the steps is its planning alone."""
+    real = [event for event in journal() if event["kind"] == "transition_done"]
+    beside = {kind for done in real for place in ("interleaved", "outside") for kind in done[f"{place}_seconds"]}
+    kept = scaled([(0, 2), (40, 4)], steps=8)
+    made = [event for event in kept.kinds("transition_done") if "restored_step" not in event]
+    assert made
+    for done in made:
+        assert {kind for place in ("interleaved", "outside") for kind in done[f"{place}_seconds"]} <= beside
+        assert sum(done["seconds"].values()) <= done["pause_seconds"] * (1 + 1e-9)
+        assert "build_engine" in done["seconds"]
