@@ -33,7 +33,7 @@ from nereus.report.table import measured_or_sample
 NAME = "trace"
 HERE = Path(__file__).parent if "__file__" in globals() else Path.cwd()
 PAPER = 0.277
-STEPS = 60
+STEPS = 40
 BASELINES = {
     "dp-scaling": "dp-scaling: DP divides, live, all else frozen",
     "dp-scaling-any": "  any DP",

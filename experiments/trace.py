@@ -19,7 +19,7 @@ from nereus.experiment import Run, Scene, Workload
 
 NAME = "trace"
 FOLDER = "experiments/traces"
-SEEDS, STEPS = (1, 2, 3), 60
+SEEDS, STEPS = (1, 2, 3), 40
 CURVES = {"grow": f"{FOLDER}/p3_64_grow.json", "spike": f"{FOLDER}/p3_64_spike.json"}
 """Response lengths of published RL runs over their whole length, here over the steps of a run."""
 PLACES = {
@@ -87,7 +87,7 @@ def scenario(place: str, curve: str, seed: int) -> Run:
 
 
 def runs() -> tuple[Run, ...]:
-    """Every policy in every scenario; an oracle of each looks back on all of them."""
+    """Every policy in every scenario; an oracle of each looks back on all of them but ablations and freedoms."""
     made: list[Run] = []
     for place in PLACES:
         for curve in CURVES:
@@ -106,6 +106,8 @@ def _runs_of(place: str, curve: str, seed: int) -> list[Run]:
         start = "best" if name in BEST_STARTS else "stated"
         scene = replace(shared.scene, policy=policy, start=start)  # type: ignore[type-var]
         found.append(replace(shared, variant=f"{name}-{place}-{curve}", scene=scene))
-    past = tuple(run.run_id for run in found)
+    past = tuple(
+        run.run_id for run in found if run.scene is not None and run.scene.policy not in (*ABLATIONS, *FREEDOMS)
+    )
     scene = replace(shared.scene, policy=ORACLE, hindsight=past)  # type: ignore[type-var]
     return [*found, replace(shared, variant=f"{ORACLE}-{place}-{curve}", scene=scene)]

@@ -33,11 +33,13 @@ from nereus.sim.workload import SimWorkload
 
 BANDS = (0.25, 0.75)
 """Plans are judged on the steps at these shares of the run."""
-PLANNED_COUNT, KEPT_COUNT, SEARCH_NODES = 3, 3, 100_000
+PLANNED_COUNT, KEPT_COUNT, SEARCH_NODES = 3, 2, 100_000
 """Of the planner's best for a number of slots and a band, and of the fastest on a fleet in a band; nodes of a search."""
+MOST_BEHIND_SECONDS = 300.0
+"""A change takes about 90 s, one that starts from a checkpoint about 150 s."""
 STARTS_COUNT = 8
 """Of the planner's plans among which the best layout to start in is."""
-LEAST_USED_SHARE = 0.7
+LEAST_USED_SHARE = 0.9
 """Shapes that leave more of a fleet idle are not tried on it."""
 
 
@@ -140,6 +142,7 @@ class Hindsight:
             step_seconds=lambda plan, step, moment: self.steps.seconds(self.plans[plan], step, moment),
             prices=self.prices,
             free=free,
+            most_behind_seconds=MOST_BEHIND_SECONDS,
         )
         return Answer(legs=program.solve(), plans=self.plans)
 

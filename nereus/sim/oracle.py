@@ -18,6 +18,7 @@ WAITED_MOMENTS = 3
 HOPS = 2
 """So many changes may follow each other between two steps."""
 State = tuple[int, int]  # plan, and which of its spans
+Standing = tuple[State, float]  # a plan whose slots are all there, until when
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,7 +62,11 @@ class Edge:
 
 
 class Prices(Protocol):
-    """What changes take. `seconds` is `charged`, or while that is not known a bound that is not above it."""
+    """What changes take. `seconds` is what they are charged, or while that is not known a bound that is not above it."""
+
+    def least(self, before: int, after: int) -> float:
+        """Not above `seconds` of any change between these plans."""
+        ...
 
     def seconds(self, edge: Edge) -> float:
         """What is known of the change's time."""
@@ -99,7 +104,8 @@ class _Way:
 class Program:
     """The question. `slots[i]` are those of plan i; `step_seconds(plan, step, moment)` is infinite for what cannot run.
 
-    It begins in one of the plans `first`, at 0, and ends after `steps` steps. With `free` changes take no time.
+    It begins in one of the plans `first`, at 0, and ends after `steps` steps. With `free` changes take no time. States that are
+    `most_behind_seconds` behind the earliest after the same step are given up: more than any change would take from there.
     """
 
     timeline: Timeline
@@ -109,6 +115,7 @@ class Program:
     step_seconds: Callable[[int, int, int], float]
     prices: Prices
     free: bool = False
+    most_behind_seconds: float = inf
 
     def solve(self, most_rounds: int = 40) -> tuple[Leg, ...]:
         """The best path, () if there is none. Prices of changes on it are found out until all of them are known.
@@ -125,17 +132,19 @@ class Program:
 
     def _best(self) -> tuple[Leg, ...]:
         spans = [self.timeline.spans(slots) for slots in self.slots]
-        there: list[list[tuple[int, int, float]]] = [[] for _ in self.timeline.at_seconds]
+        there: list[list[Standing]] = [[] for _ in self.timeline.at_seconds]
         for plan, own in enumerate(spans):
             for number, (begin, end) in enumerate(own):
                 last = len(there) if end == inf else self.timeline.index_at(end)
                 for moment in range(self.timeline.index_at(begin), last):
-                    there[moment].append((plan, number, end))
+                    there[moment].append(((plan, number), end))
         ways = {(plan, 0): _Way(at_seconds=0.0, before=None, state=(plan, 0)) for plan in self.first}
         for step in range(1, self.steps + 1):
             fresh = list(ways.values())
             for _ in range(HOPS):
                 fresh = self._changed(ways, fresh, there)
+            latest = min(way.at_seconds for way in ways.values()) + self.most_behind_seconds
+            ways = {state: way for state, way in ways.items() if way.at_seconds <= latest}
             done = (self._stepped(way, state, spans[state[0]][state[1]][1], step) for state, way in ways.items())
             ways = {way.state: way for way in done if way is not None}
             if not ways:
@@ -157,35 +166,35 @@ class Program:
             return None
         return _Way(at_seconds=best[0], before=way, state=state, began_seconds=best[1])
 
-    def _changed(
-        self, ways: dict[State, _Way], fresh: list[_Way], there: list[list[tuple[int, int, float]]]
-    ) -> list[_Way]:
+    def _changed(self, ways: dict[State, _Way], fresh: list[_Way], there: list[list[Standing]]) -> list[_Way]:
         """Puts into `ways` what a change more from `fresh` can reach sooner, and returns that."""
         better: dict[State, _Way] = {}
         for way in fresh:
-            for reached in self._moved(way, there):
-                known = ways.get(reached.state)
-                if known is None or reached.at_seconds < known.at_seconds:
-                    ways[reached.state] = better[reached.state] = reached
+            for reached in self._moved(way, ways, there):
+                ways[reached.state] = better[reached.state] = reached
         return list(better.values())
 
-    def _moved(self, way: _Way, there: list[list[tuple[int, int, float]]]) -> Iterator[_Way]:
-        """Changes to other plans: now, or after one of the next moments of the fleet."""
+    def _moved(self, way: _Way, ways: dict[State, _Way], there: list[list[Standing]]) -> Iterator[_Way]:
+        """Changes to other plans, now or after one of the next moments of the fleet, that are there sooner than `ways`."""
         line, before = self.timeline, way.state[0]
         now = line.index_at(way.at_seconds)
         starts = (way.at_seconds, *line.at_seconds[now + 1 : now + 1 + WAITED_MOMENTS])
         for moment, begin in enumerate(starts, now):
-            holders = line.kept(self.slots[before], way.at_seconds, begin)
-            for plan, number, end in there[moment]:
-                if (plan, number) == way.state:
+            holders: frozenset[int] | None = None
+            for state, end in there[moment]:
+                known = ways.get(state)
+                most = min(end, known.at_seconds) if known is not None else end
+                edge, seconds = None, 0.0 if self.free else self.prices.least(before, state[0])
+                if state == way.state or begin + seconds > most or (known is not None and begin + seconds >= most):
                     continue
-                seconds, edge = 0.0, None
                 if not self.free:
-                    edge = Edge(before=before, after=plan, moment=moment, holders=holders)
+                    if holders is None:
+                        holders = line.kept(self.slots[before], way.at_seconds, begin)
+                    edge = Edge(before=before, after=state[0], moment=moment, holders=holders)
                     seconds = self.prices.seconds(edge)
                 over = begin + seconds
-                if over <= end and seconds < inf:
-                    yield _Way(at_seconds=over, before=way, state=(plan, number), edge=edge, edge_seconds=seconds)
+                if over <= end and over < inf and (known is None or over < known.at_seconds):
+                    yield _Way(at_seconds=over, before=way, state=state, edge=edge, edge_seconds=seconds)
 
 
 def _legs(last: _Way, steps: int) -> tuple[Leg, ...]:

@@ -196,15 +196,18 @@ class RealisedPrices:
     def __post_init__(self) -> None:
         self._changes = Changes(config=self.config, tolls=self.tolls, engine_seconds=self.engine_seconds)
 
+    def least(self, before: int, after: int) -> float:
+        """What its slots build bounds a change, and what a policy was charged for one."""
+        pair = (before, after)
+        if pair not in self._least:
+            built = built_seconds(self.plans[before], self.plans[after], self.engine_seconds)
+            self._least[pair] = min(built, self.charged.get(pair, inf))
+        return self._least[pair]
+
     def seconds(self, edge: Edge) -> float:
         """What the change takes as far as it is known."""
         found = self._known.get(edge)
-        if found is not None:
-            return found
-        pair = (edge.before, edge.after)
-        if pair not in self._least:
-            self._least[pair] = built_seconds(self.plans[edge.before], self.plans[edge.after], self.engine_seconds)
-        return min(self._least[pair], self.charged.get(pair, inf))
+        return self.least(edge.before, edge.after) if found is None else found
 
     def charge(self, edge: Edge) -> bool:
         """Carries the change out; False if that was done before."""

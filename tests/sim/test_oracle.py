@@ -31,6 +31,9 @@ class Table:
     def __init__(self, seconds: list[list[float]], lost_seconds: float) -> None:
         self.table, self.lost_seconds = seconds, lost_seconds
 
+    def least(self, before: int, after: int) -> float:
+        return self.table[before][after]
+
     def seconds(self, edge: Edge) -> float:
         lost = len(SLOTS[edge.before] - edge.holders)
         return self.table[edge.before][edge.after] + self.lost_seconds * lost
@@ -110,6 +113,9 @@ class Bounded(Table):
     def __init__(self, seconds: list[list[float]]) -> None:
         super().__init__(seconds, 0.0)
         self.asked = set[Edge]()
+
+    def least(self, before: int, after: int) -> float:
+        return 0.0
 
     def seconds(self, edge: Edge) -> float:
         return super().seconds(edge) if edge in self.asked else 0.0
