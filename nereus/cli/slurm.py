@@ -50,12 +50,16 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Partition:
-    """A partition as sinfo tells it: its nodes, the kinds of generic resources that they have, the longest time of a job."""
+    """A partition as sinfo tells it: its nodes, the kinds of generic resources that they have, the longest time of a job.
+
+    A job that names no partition goes to the `default` one.
+    """
 
     name: str
     nodes: int
     resources: tuple[str, ...]
     limit: str = "infinite"
+    default: bool = False
 
     @property
     def gpu_count(self) -> int:
@@ -120,11 +124,12 @@ def limit_seconds_of(text: str) -> float | None:
 
 
 def read_partitions(text: str) -> list[Partition]:
-    """The partitions of sinfo's lines NAME|NODES|RESOURCES|LIMIT, one for each kind of node."""
+    """The partitions of sinfo's lines NAME|NODES|RESOURCES|LIMIT, one for each kind of node; the default's NAME has a star."""
     rows = [tuple(line.strip().split("|")) for line in text.splitlines() if line.count("|") == 3]
     return [
         Partition(
-            name=name,
+            name=name.removesuffix("*"),
+            default=name.endswith("*"),
             nodes=sum(int(row[1]) for row in rows if row[0] == name),
             resources=tuple(row[2] for row in rows if row[0] == name),
             limit=next(row[3] for row in rows if row[0] == name),
@@ -170,7 +175,9 @@ def unfit(request: Request, partitions: Sequence[Partition], reason: str = "") -
     if not partitions:
         return NereusError(told) if reason else None
     there = f". There is {', '.join(map(str, partitions))}"
-    asked = [each for each in partitions if request.partition in ("", each.name)]
+    asked = [each for each in partitions if (each.name == request.partition if request.partition else each.default)]
+    if not asked and not request.partition:
+        asked = list(partitions)
     if not asked:
         return ConfigError("--partition", request.partition, (reason or "no such partition") + there)
     if request.gpu_count > max(each.gpu_count for each in asked):
@@ -190,7 +197,7 @@ def needed() -> None:
 
 def partitions() -> list[Partition]:
     """The partitions of the cluster; none where sinfo does not answer."""
-    return read_partitions(asked("sinfo", "--noheader", "--format=%R|%D|%G|%l"))
+    return read_partitions(asked("sinfo", "--noheader", "--format=%P|%D|%G|%l"))
 
 
 def standings(jobs: Iterable[str]) -> dict[str, Standing]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,7 +21,7 @@ from nereus.cli.slurm import (
 )
 from nereus.errors import ConfigError, NereusError
 
-SINFO = "main|2|gpu:8|infinite\nshort|2|gpu:8|30:00\nmixed|3|gpu:a100:4(S:0-1),gpu:h100:8|1-00:00:00\nmixed|1|(null)|1-00:00:00\n"
+SINFO = "main*|2|gpu:8|infinite\nshort|2|gpu:8|30:00\nmixed|3|gpu:a100:4(S:0-1),gpu:h100:8|1-00:00:00\nmixed|1|(null)|1-00:00:00\n"
 
 
 @pytest.mark.parametrize(
@@ -62,6 +64,7 @@ def test_partitions_are_read_with_their_nodes_gpus_and_limits() -> None:
     [
         (Request(nodes=1, slots_per_node=1, partition="fast"), "--partition", "no such partition. There is main (2"),
         (Request(nodes=3, slots_per_node=1, partition="main"), "--nodes", "more nodes than a partition has"),
+        (Request(nodes=3, slots_per_node=1), "--nodes", "more nodes than a partition has"),  # of the default
         (Request(nodes=1, slots_per_node=1, gpu_count=9), "--gpus-per-node", "more GPUs than a node has"),
         (
             Request(nodes=1, slots_per_node=1, partition="short", time_limit="1:00:00", limit_seconds=3600.0),
@@ -81,6 +84,7 @@ def test_what_fits_is_no_error_but_a_reason_of_slurms_is() -> None:
     fits = Request(nodes=2, slots_per_node=4, gpu_count=8, limit_seconds=3600.0)
     assert unfit(fits, read_partitions(SINFO)) is None
     assert unfit(fits, []) is None
+    assert unfit(replace(fits, nodes=4), read_partitions(SINFO.replace("*", ""))) is None  # without a default: any
     error = unfit(fits, read_partitions(SINFO), "Slurm refused it: Invalid qos")
     assert isinstance(error, NereusError)
     assert "Invalid qos. There is main" in str(error)
