@@ -13,15 +13,17 @@ from pathlib import Path
 from nereus.errors import ConfigError, NereusError
 
 ANSWER_SECONDS = 30.0  # for Slurm's daemon to answer a command
-REASON_SECONDS, POLL_SECONDS = 5.0, 0.2  # for its scheduler to say why a new job waits
+REASON_SECONDS, POLL_SECONDS = 8.0, 0.2  # for its scheduler to say why a new job waits
 SQUEUE = ("--noheader", "--states=all", "--array", "--format=%i|%T|%r|%N")
 SACCT = ("--noheader", "--parsable2", "--allocations", "--array", "--format=JobID,State,Reason,NodeList")
+VAGUE = "PartitionConfig"  # time or nodes beyond the partition's; the scheduler says which, a few seconds later
 NEVER = (
     "AccountNotAllowed",
     "AssocMaxWallDurationPerJobLimit",
     "BadConstraints",
     "InvalidAccount",
     "InvalidQOS",
+    VAGUE,
     "PartitionNodeLimit",
     "PartitionTimeLimit",
     "QOSMaxWallDurationPerJobLimit",
@@ -235,14 +237,14 @@ def sbatch(path: Path, request: Request, options: Sequence[str] = ()) -> str:
 
 def why_waiting(job: str, clock: Callable[[], float] = time.monotonic) -> Standing | None:
     """How a new job stands, as soon as it runs or Slurm says why it waits; None where it says nothing in time."""
-    deadline = clock() + REASON_SECONDS
+    deadline, last = clock() + REASON_SECONDS, None
     while clock() < deadline:
-        found = list(standings([job]).values())
-        told = [each for each in found if each.state != "PENDING" or each.reason]
-        if told:
-            return told[0]
+        for each in standings([job]).values():
+            if each.state != "PENDING" or each.reason not in ("", VAGUE):
+                return each
+            last = each if each.reason else last
         time.sleep(POLL_SECONDS)
-    return None
+    return last
 
 
 def cancel(*words: str) -> None:
