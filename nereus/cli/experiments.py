@@ -26,7 +26,7 @@ from nereus.errors import ConfigError, NereusError
 from nereus.experiment import Run, run_of
 from nereus.report.display import Display
 from nereus.report.record import Provenance, discard_record, provenance_of, write_record
-from nereus.runtime.journal import RunFolder, read_journal
+from nereus.runtime.journal import RunFolder, is_being_written, read_journal
 from nereus.runtime.stop import StopSignal
 
 EXPERIMENTS, RUNS, TABLE = Path("experiments"), Path("runs"), "table.parquet"
@@ -54,7 +54,7 @@ class Trainer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Progress:
-    """How far a run is. `running`: a process of this command has it in hand now."""
+    """How far a run is. `running`: a process has it in hand now."""
 
     state: Literal["finished", "unfinished", "running", "to do"]
     done_steps: int
@@ -176,6 +176,8 @@ def progress(run: Run) -> Progress:
     ends = ("done",) if run.scene is None else SIMULATED_ENDS
     if events and events[-1]["kind"] == "run_stopped" and events[-1].get("reason") in ends:
         return Progress(state="finished", done_steps=done_steps)
+    if _resumed_elsewhere(folder):
+        return Progress(state="running", done_steps=done_steps)
     with _lock(run, fcntl.LOCK_SH) as free:
         if not free:
             return Progress(state="running", done_steps=done_steps)
@@ -219,7 +221,7 @@ def _run(name: str, runs: Sequence[Run], trainer: Trainer, command: str, jobs: i
             print(f"{head}: is {run.system}'s, not carried out here")
             continue
         with _lock(run, fcntl.LOCK_EX) as free:
-            if not free:
+            if not free or _resumed_elsewhere(folder_of(run)):
                 print(f"{head}: another process carries it out, skipped")
             elif progress(run).state == "finished":
                 print(f"{head}: finished, skipped")
@@ -355,6 +357,11 @@ def _set_aside(path: Path) -> Path | None:
         if not aside.exists():
             return path.rename(aside)
     raise AssertionError("count() does not end")
+
+
+def _resumed_elsewhere(folder: RunFolder) -> bool:
+    """Whether a process writes the run, perhaps `nereus resume`, which has no lock of this command."""
+    return folder.is_run() and is_being_written(folder.events)
 
 
 @contextmanager

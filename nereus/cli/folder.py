@@ -39,6 +39,19 @@ def discard_unused(folder: RunFolder) -> None:
         folder.path.rmdir()
 
 
+def link_to(folder: RunFolder, link: Path) -> None:
+    """Makes `link` lead to the run folder, in place of another link that is there. Raises ConfigError with --link."""
+    draft = link.with_name(f".{link.name}")
+    try:
+        if link.exists() and not link.is_symlink():
+            raise ConfigError("--link", str(link), "expected a place for a link: something else is there")
+        draft.unlink(missing_ok=True)
+        draft.symlink_to(folder.path.absolute())
+        draft.replace(link)
+    except OSError as error:
+        raise ConfigError("--link", str(link), f"expected a place for a link: {error.strerror}") from error
+
+
 def _new(parent: Path, name: str) -> Path:
     for number in count(1):
         path = parent / (name if number == 1 else f"{name}-{number}")

@@ -21,8 +21,9 @@ from nereus.cli.doctor import examine, findings_text
 from nereus.cli.experiments import Trainer, add_experiment, experiment
 from nereus.cli.explain import add_explain, explain
 from nereus.cli.export import add_export, export
-from nereus.cli.folder import create_run_folder, discard_unused
+from nereus.cli.folder import create_run_folder, discard_unused, link_to
 from nereus.cli.imports import add_import, import_folder
+from nereus.cli.jobs import add_jobs, jobs
 from nereus.cli.load import QUICKSTART, load_config
 from nereus.cli.plan import add_plan, plan
 from nereus.cli.replay import add_replay, replay
@@ -101,15 +102,18 @@ def _parsed(words: list[str]) -> tuple[Namespace, Command]:
 
 
 def _add_train(parser: ArgumentParser) -> None:
-    parser.usage = "nereus train CONFIG [--rollouts RUN] [key=value ...]"
+    parser.usage = "nereus train CONFIG [--rollouts RUN] [--link PATH] [key=value ...]"
     parser.add_argument("words", nargs="*", metavar="CONFIG", help=f"a YAML file, such as {QUICKSTART}, then overrides")
     parser.add_argument("--rollouts", metavar="RUN", help="train on the rollouts that this run folder has recorded")
+    parser.add_argument(
+        "--link", metavar="PATH", help="make PATH a link to the run folder, in place of one that is there"
+    )
 
 
 def _train(arguments: Namespace) -> int:
     config, rollouts = _job(arguments)
     _check_real_job(config, rollouts)
-    return carry_out(config, rollouts, _run_real_job)
+    return carry_out(config, rollouts, _run_real_job, None if arguments.link is None else Path(arguments.link))
 
 
 def _check_real_job(config: Config, rollouts: Path | None, first_step: int = 1) -> None:
@@ -147,14 +151,16 @@ def _run_real_job(config: Config, folder: RunFolder, display: Display, stop: Sto
     run_job(config, folder, display, stop, rollouts)
 
 
-def carry_out(config: Config, rollouts: Path | None, run_job: RunJob) -> int:
-    """Run a job in a new run folder, print its summary and return the exit code.
+def carry_out(config: Config, rollouts: Path | None, run_job: RunJob, link: Path | None = None) -> int:
+    """Run a job in a new run folder, to which `link` leads then, print its summary and return the exit code.
 
     What `run_job` raises is raised on, after the terminal is given back and the run folder told on stderr; a
     ConfigError before the first event takes the folder away again.
     """
     folder = create_run_folder(config, Path(config.run.folder))
     try:
+        if link is not None:
+            link_to(folder, link)
         return _told(folder, config.run.steps, [f"run folder {folder.path}"], partial(run_job, config), rollouts)
     except ConfigError:
         discard_unused(folder)
@@ -246,7 +252,8 @@ COMMANDS = {
         help="go on with a run, on its live slots or from its newest good checkpoint", add=add_resume, run=_resume
     ),
     "experiment": Command(help="carry out the runs of an experiment", add=add_experiment, run=_experiment),
-    "submit": Command(help="give a run to Slurm", add=add_submit, run=submit),
+    "submit": Command(help="give runs to Slurm", add=add_submit, run=submit),
+    "jobs": Command(help="say how submitted jobs stand, stop them, collect what they made", add=add_jobs, run=jobs),
     "export": Command(help="write a checkpoint's model for others", add=add_export, run=export),
     "import": Command(help="make a checkpoint of a foreign one", add=add_import, run=import_folder),
     "report": Command(help="print the summary of a run", add=_add_report, run=_report),
