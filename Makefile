@@ -3,7 +3,7 @@ ARGS ?=
 EXPERIMENT ?= $(filter-out ppo_8b quickstart_pair,$(patsubst experiments/%.py,%,$(sort $(wildcard experiments/*.py))))
 JOBS ?= 2
 
-.PHONY: run test experiments analysis slurm-test bench-adapt bench-admission bench-checkpoints bench-controller bench-faults bench-overhead bench-plan bench-planner bench-published bench-transition baselines-check gpu-contract check setup clean
+.PHONY: run test experiments analysis slurm-test bench-adapt bench-admission bench-checkpoints bench-controller bench-faults bench-overhead bench-plan bench-planner bench-published bench-transition baselines-check verl-parity gpu-contract check setup clean
 
 run: setup  ## train CONFIG (dotted overrides in ARGS)
 	@.venv/bin/nereus train $(CONFIG) $(ARGS)
@@ -61,6 +61,9 @@ bench-transition: setup  ## transitions in numbers: random graphs (ARGS: [instan
 
 baselines-check: setup  ## verl's own parser judges our command lines (own environment in build/verl, 1 GB; needs the index once)
 	@.venv/bin/python -m baselines.verl.check
+
+verl-parity: setup  ## one PPO step of verl's trainer functions beside one of Nereus (same environment as baselines-check): a minute
+	@OMP_NUM_THREADS=1 .venv/bin/python -W ignore -m baselines.verl.parity
 
 gpu-contract: setup  ## what the engines touch of Megatron-core, vLLM and Ray, in their newest wheels (0.4 GB, not installed); ARGS: --offline --resolve
 	@.venv/bin/python -m scripts.gpu_contract $(ARGS)

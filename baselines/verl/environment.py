@@ -1,4 +1,4 @@
-"""verl's own environment, beside Nereus's: as small as its parser allows, below build/, made once."""
+"""verl's own environment, beside Nereus's: as small as its parser and trainer functions allow, below build/, made once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MAX_BYTES, INSTALL_SECONDS = 10**9, 600
 OUT_OF_REACH = re.compile(
     r"NewConnectionError|ConnectTimeout|ReadTimeout|timed out|Temporary failure|ProxyError|SSLError|from versions: none"
 )
-# What a parser never opens, a quarter of it all: headers, tests, servers, a web page, Java.
+# What neither a parser nor a step's mathematics opens, a quarter of it all: headers, tests, servers, a web page, Java.
 LEFT_OUT = (
     "torch/include",
     "torch/test",
@@ -31,6 +31,8 @@ LEFT_OUT = (
     "pyarrow/include",
     "pyarrow/tests",
     "pyarrow/libarrow_flight*",
+    "numpy/**/tests",
+    "networkx/**/tests",
     "pandas/tests",
     "sympy/**/tests",
 )

@@ -12,6 +12,7 @@ import polars as pl
 import pytest
 
 from nereus.report.table import read_table, write_table
+from tests.report.test_run_table import run_folder
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = sorted((ROOT / "analysis").glob("*.py"))
@@ -19,7 +20,9 @@ SIMULATED = {"throughput", "trace", "scale", "sensitivity", "accuracy"}
 """Experiments whose runs are simulated: their tables and figures say so, and measured data is never to be had of them."""
 WHOLE = {"scale", "sensitivity", "accuracy", "overhead"}
 """Experiments whose whole table ships, frozen: no sample."""
-TAKEN = [script for script in SCRIPTS if script.stem not in SIMULATED | WHOLE]
+OF_A_RUN = {"measured_run"}
+"""Scripts that draw a run folder instead of the table of an experiment."""
+TAKEN = [script for script in SCRIPTS if script.stem not in SIMULATED | WHOLE | OF_A_RUN]
 MAX_SAMPLE_BYTES = 100_000
 
 
@@ -28,7 +31,7 @@ def drawn(script: Path, folder: Path, **environment: str) -> subprocess.Complete
     (folder / "analysis/data").mkdir(parents=True, exist_ok=True)
     shutil.copy(script, folder / "analysis")
     shutil.copy(sample_of(script), folder / "analysis/data")
-    known = {name: value for name, value in os.environ.items() if name != "NEREUS_REQUIRE_MEASURED"}
+    known = {name: value for name, value in os.environ.items() if not name.startswith("NEREUS_R")}
     known |= {"PYTHONPATH": str(ROOT), "MPLCONFIGDIR": str(folder / "matplotlib"), **environment}
     command = [sys.executable, str(folder / "analysis" / script.name)]
     return subprocess.run(command, cwd=folder, env=known, capture_output=True, text=True, timeout=120, check=False)
@@ -68,7 +71,8 @@ def test_the_same_table_gives_the_same_bytes(script: Path, tmp_path: Path) -> No
 def test_a_sample_is_refused_where_measured_data_is_required(script: Path, tmp_path: Path) -> None:
     ended = drawn(script, tmp_path, NEREUS_REQUIRE_MEASURED="1")
     assert ended.returncode != 0
-    message = f"is sample data, and NEREUS_REQUIRE_MEASURED is set; measure it first: make experiments EXPERIMENT={script.stem}"
+    how = "make run" if script.stem in OF_A_RUN else f"make experiments EXPERIMENT={script.stem}"
+    message = f"is sample data, and NEREUS_REQUIRE_MEASURED is set; measure it first: {how}"
     assert message in ended.stderr.splitlines()[-1]
     assert not (tmp_path / "analysis/figures").exists()
 
@@ -97,6 +101,28 @@ def test_a_collected_table_goes_before_the_sample(script: Path, tmp_path: Path) 
     assert "measured" in ended.stdout
     assert "SAMPLE" not in ended.stdout
     assert "2.000" in ended.stdout
+
+
+RUN_SCRIPT = ROOT / "analysis/measured_run.py"
+
+
+@pytest.mark.parametrize("changes", [(), (3,)], ids=["no change of plan", "a change"])
+def test_a_run_folder_goes_before_the_sample(tmp_path: Path, changes: tuple[int, ...]) -> None:
+    run = run_folder(tmp_path / "runs/quickstart", changes=changes)
+    ended = drawn(RUN_SCRIPT, tmp_path, NEREUS_REQUIRE_MEASURED="1")
+    assert ended.returncode == 0, ended.stderr
+    assert "measured, run quickstart" in ended.stdout
+    assert "SAMPLE" not in ended.stdout
+    assert f"pauses: {0.5 * len(changes):.3f} s" in ended.stdout
+    named = drawn(RUN_SCRIPT, tmp_path / "elsewhere", NEREUS_RUN=str(run))
+    assert named.returncode == 0, named.stderr
+    assert "measured, run quickstart" in named.stdout
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
+    ended = drawn(RUN_SCRIPT, tmp_path, NEREUS_RUN=str(tmp_path / "none"))
+    assert ended.returncode != 0
+    assert "expected a run folder" in ended.stderr.splitlines()[-1]
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
