@@ -50,8 +50,8 @@ bench-transition: setup  ## transitions in numbers: random graphs (ARGS: [instan
 	@OMP_NUM_THREADS=1 .venv/bin/python -m tests.core.bench_transition $(ARGS)
 	@OMP_NUM_THREADS=1 .venv/bin/python -W ignore -m benchmarks.transition $(LIVE_ARGS)
 
-baselines-check: setup  ## verl's own parser judges our command lines (own environment in build/verl, 1 GB; needs the index once)
-	@.venv/bin/python -m baselines.verl.check
+baselines-check: setup  ## verl's and OpenRLHF's own parsers judge our command lines (own environments in build/, 1 GB each; needs the index once)
+	@failed=0; for system in verl openrlhf; do .venv/bin/python -m baselines.$$system.check || failed=1; done; exit $$failed
 
 gpu-contract: setup  ## what the engines touch of Megatron-core, vLLM and Ray, in their newest wheels (0.4 GB, not installed); ARGS: --offline --resolve
 	@.venv/bin/python -m scripts.gpu_contract $(ARGS)
