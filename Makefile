@@ -59,8 +59,8 @@ bench-transition: setup  ## transitions in numbers: random graphs (ARGS: [instan
 	@OMP_NUM_THREADS=1 .venv/bin/python -m tests.core.bench_transition $(ARGS)
 	@OMP_NUM_THREADS=1 .venv/bin/python -W ignore -m benchmarks.transition $(LIVE_ARGS)
 
-baselines-check: setup  ## verl's own parser judges our command lines (own environment in build/verl, 1 GB; needs the index once)
-	@.venv/bin/python -m baselines.verl.check
+baselines-check: setup  ## verl's and OpenRLHF's own parsers judge our command lines (own environments in build/, 1 GB each; needs the index once)
+	@failed=0; for system in verl openrlhf; do .venv/bin/python -m baselines.$$system.check || failed=1; done; exit $$failed
 
 verl-parity: setup  ## one PPO step of verl's trainer functions beside one of Nereus (same environment as baselines-check): a minute
 	@OMP_NUM_THREADS=1 .venv/bin/python -W ignore -m baselines.verl.parity

@@ -1,6 +1,8 @@
-"""Llama-3.1-8B, PPO with a critic, on 8 and on 16 GPUs: verl's side, carried out by `python -m verl.trainer.main_ppo`.
+"""Llama-3.1-8B, PPO with a critic, on 8, 16 and 64 GPUs: the baselines' side, each carried out by its own command line.
 
-`make baselines-check` has verl's own parser judge both. The model is named, not shipped; its shapes stand beside the name.
+`make baselines-check` has verl's and OpenRLHF's own parsers judge all of them. The model is named, not shipped; its shapes
+stand beside the name. Workload, fleet and seed are the same for both; the layout of each is the one that its own guides
+recommend.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from nereus.config import (
     StageConfig,
     WarmupConfig,
 )
-from nereus.experiment import Run, Workload
+from nereus.experiment import Run, System, Workload
 
 NAME = "ppo_8b"
 LLAMA_8B = ModelConfig(
@@ -59,33 +61,60 @@ WORKLOAD = Workload(
     warmup=WarmupConfig(steps=0),
     steps=100,
 )
+GPUS = (8, 16, 64)
 BUDGET_BYTES = 76 << 30  # of an 80 GB GPU
 
 
-def runs() -> tuple[Run, ...]:
-    """On 8 GPUs TP4 and DP2, on 16 a pipeline of two more; generation in engines of TP2."""
-    small = Run(
-        experiment=NAME,
-        variant="8gpus",
-        system="verl",
-        workload=WORKLOAD,
-        fleet=FleetConfig(slots=8, slot_budget_bytes=BUDGET_BYTES),
-        plan=_plan(StageConfig(tp=4, dp=2, micro_batch=4), engines=4),
-    )
-    large = replace(
-        small,
-        variant="16gpus",
-        fleet=FleetConfig(slots=16, slot_budget_bytes=BUDGET_BYTES),
-        plan=_plan(StageConfig(tp=4, pp=2, dp=2, micro_batch=4), engines=8),
-    )
-    return small, large
+def runs(system: System | None = None) -> tuple[Run, ...]:
+    """Of every system, or of the one named: verl in a pipeline of two where there is more than a node, OpenRLHF fully sharded."""
+    made = [
+        Run(
+            experiment=NAME,
+            variant=f"{gpus}gpus" if name == "verl" else f"{name}-{gpus}gpus",
+            system=name,
+            workload=WORKLOAD,
+            fleet=FleetConfig(slots=gpus, slot_budget_bytes=BUDGET_BYTES),
+            plan=plan(gpus),
+        )
+        for name, plan in (("verl", verl_plan), ("openrlhf", openrlhf_plan))
+        for gpus in GPUS
+        if system in (None, name)
+    ]
+    return tuple(made)
 
 
-def _plan(stage: StageConfig, engines: int) -> PlanConfig:
-    """Actor, critic and reference cut as `stage`: verl's Megatron workers share one set of process groups."""
+def verl_plan(gpus: int) -> PlanConfig:
+    """TP4, on more than one node PP2; generation in engines of TP2. One cut for all: verl's Megatron workers share groups."""
+    pp = 1 if gpus <= 8 else 2
+    stage = StageConfig(tp=4, pp=pp, dp=gpus // (4 * pp), micro_batch=4)
     return PlanConfig(
         actor_train=stage,
         critic_train=stage,
         reference_infer=replace(stage, micro_batch=8),
-        actor_generate=StageConfig(tp=2, dp=engines),
+        actor_generate=StageConfig(tp=2, dp=gpus // 2),
     )
+
+
+def openrlhf_plan(gpus: int) -> PlanConfig:
+    """The hybrid engine of its quick start: every model sharded over all GPUs, engines of TP2 on the same ones."""
+    stage = StageConfig(dp=gpus, micro_batch=5)
+    return PlanConfig(
+        actor_train=stage,
+        critic_train=stage,
+        reference_infer=stage,
+        actor_generate=StageConfig(tp=2, dp=gpus // 2),
+    )
+
+
+def apart(run: Run) -> Run:
+    """An OpenRLHF run with GPUs of their own for actor and reference, critic, engines, 1 : 1 : 2 as in its script."""
+    quarter = run.fleet.slots // 4
+    actor = StageConfig(dp=quarter, slots=tuple(range(quarter)), micro_batch=5)
+    engines = tuple(range(2 * quarter, 4 * quarter))
+    plan = PlanConfig(
+        actor_train=actor,
+        critic_train=replace(actor, slots=tuple(range(quarter, 2 * quarter))),
+        reference_infer=actor,
+        actor_generate=StageConfig(tp=2, dp=quarter, slots=engines),
+    )
+    return replace(run, variant=f"{run.variant}-apart", plan=plan)

@@ -1,29 +1,23 @@
-"""Has verl's own parser judge the command lines of experiments/ppo_8b.py: `make baselines-check`.
-
-Exit codes: 0 accepted with our values, or skipped because the package index is out of reach; 1 otherwise.
-"""
+"""Has verl's own parser judge the command lines of experiments/ppo_8b.py: `make baselines-check`."""
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from baselines.environment import Environment
+from baselines.judging import ask, carry_out, refusals, say
+from baselines.verl import environment
 from baselines.verl.command import PROGRAM, Engine, argv
-from baselines.verl.environment import FOLDER, IndexOutOfReach, interpreter, size_bytes
 from experiments import ppo_8b
-from nereus.errors import NereusError
 from nereus.experiment import Run
 
 PARSE = Path(__file__).with_name("parse.py")
-MODEL_FOLDER, ANSWERS = FOLDER.with_name("model"), FOLDER.with_name("answers.json")
-PARSE_SECONDS = 300
+MODEL_FOLDER, ANSWERS = environment.FOLDER.with_name("model"), environment.FOLDER.with_name("answers.json")
 MISSING = object()
 Case = tuple[Run, Engine]
 BAD = {  # commands that verl must refuse, else this check shows nothing: what is wrong, and words of verl's answer
@@ -39,29 +33,10 @@ BAD = {  # commands that verl must refuse, else this check shows nothing: what i
 
 def main() -> int:
     """Makes the environment, asks verl, and says what it answered."""
-    began = time.monotonic()
-    try:
-        python = interpreter()
-    except IndexOutOfReach as error:
-        say(f"skipped: {error}")
-        return 0
-    except NereusError as error:
-        say(f"failed: {error}")
-        return 1
-    say(f"verl's environment: {size_bytes() / 1e6:,.0f} MB in {FOLDER}, {time.monotonic() - began:.0f} s")
-    began = time.monotonic()
-    megatron = ppo_8b.runs()
+    megatron = ppo_8b.runs("verl")
     cases: list[Case] = [*((run, "megatron") for run in megatron), (sharded(megatron[0]), "fsdp")]
-    complaints = list(judge(python, cases))
-    for complaint in complaints:
-        say(complaint)
-    say(f"{'FAILED' if complaints else 'ok'}, {time.monotonic() - began:.0f} s")
-    return 1 if complaints else 0
-
-
-def say(text: str) -> None:
-    """One line of the check."""
-    print(f"baselines-check: {text}", flush=True)  # noqa: T201 - the command prints
+    where = Environment(folder=environment.FOLDER, requirements=environment.REQUIREMENTS)
+    return carry_out("verl", where, lambda python: judge(python, cases))
 
 
 def sharded(run: Run) -> Run:
@@ -75,7 +50,8 @@ def judge(python: Path, cases: Sequence[Case]) -> Iterator[str]:
     """What is wrong: a command that verl refuses, a value that is not ours, a wrong command that it takes."""
     good = [list(argv(run, engine)[len(PROGRAM) :]) for run, engine in cases]
     write_model(cases[0][0], MODEL_FOLDER)
-    answers = ask(python, [*good, *([*good[0], *more] for more, _ in BAD.values())])
+    commands = [*good, *([*good[0], *more] for more, _ in BAD.values())]
+    answers = ask(python, PARSE, {"commands": commands, "model_folder": str(MODEL_FOLDER.resolve())}, ANSWERS)
     for (run, engine), overrides, answer in zip(cases, good, answers, strict=False):
         if answer["refused"]:
             yield f"{run.run_id}: verl refuses it: {answer['refused']}"
@@ -85,25 +61,7 @@ def judge(python: Path, cases: Sequence[Case]) -> Iterator[str]:
         yield from (f"{run.run_id}: {line}" for line in wrong)
         if not wrong:
             say(f"{run.run_id}: accepted, {len(overrides)} settings taken over, {len(wanted)} values are the Run's")
-    for (what, (_, words)), answer in zip(BAD.items(), answers[len(good) :], strict=True):
-        if words not in answer["refused"]:
-            yield f"{what}: expected a refusal with {words!r}, so this check cannot fail; verl said {answer['refused']!r}"
-        else:
-            say(f"{what} is refused")
-
-
-def ask(python: Path, commands: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
-    """verl's answers, one for each list of overrides."""
-    asked = json.dumps({"commands": commands, "model_folder": str(MODEL_FOLDER.resolve())})
-    kept = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "VERL", "RAY"))}
-    environment = {**kept, "HF_HUB_OFFLINE": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-    done = subprocess.run(
-        [str(python), "-P", str(PARSE), str(ANSWERS)],
-        input=asked, capture_output=True, text=True, check=False, env=environment, timeout=PARSE_SECONDS,
-    )  # fmt: skip
-    if done.returncode:
-        raise SystemExit(f"baselines-check: verl's environment fails:\n{done.stderr[-2000:]}")
-    return json.loads(ANSWERS.read_text(encoding="utf-8"))
+    yield from refusals("verl", {what: words for what, (_, words) in BAD.items()}, answers[len(good) :])
 
 
 def write_model(run: Run, folder: Path) -> None:

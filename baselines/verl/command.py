@@ -11,6 +11,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Literal
 
+from baselines.refusals import GPUS_PER_NODE, check_even, check_job, check_ppo
 from nereus.config import StageConfig
 from nereus.errors import ConfigError
 from nereus.experiment import Run
@@ -18,7 +19,6 @@ from nereus.experiment import Run
 Engine = Literal["megatron", "fsdp"]
 
 PROGRAM = ("python", "-m", "verl.trainer.main_ppo")
-GPUS_PER_NODE = 8
 TRAINED = ("actor_train", "critic_train", "reference_infer")
 REWARD_FILE = Path(__file__).with_name("reward.py")
 ACTOR, REFERENCE, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "actor_rollout_ref.rollout"
@@ -33,7 +33,7 @@ def argv(run: Run, engine: Engine = "megatron", data_folder: str = "") -> tuple[
     `data_folder` (default: runs/verl/RUN_ID) has the train.parquet that `baselines.verl.data` writes. Raises ConfigError for what verl cannot
     express: a model made from the seed, a change of layout, a supervised warm-up, a plan that leaves GPUs idle, ...
     """
-    _check_run(run)
+    check_job(run, "verl")
     _check_algorithm(run)
     _check_plan(run, engine)
     settings: Settings = {
@@ -185,37 +185,11 @@ def _trainer(run: Run) -> Settings:
     }
 
 
-def _check_run(run: Run) -> None:
-    w = run.workload
-    if run.system != "verl":
-        raise ConfigError("system", run.system, "expected verl")
-    if not w.model_path:
-        raise ConfigError("workload.model_path", "", "verl loads a model: expected a Hugging Face folder or hub name")
-    if run.workload.data.response_schedule:
-        steps = [each.step for each in run.workload.data.response_schedule]
-        raise ConfigError("data.response_schedule", steps, "expected none: verl keeps one data.max_response_length")
-    if run.changes:
-        steps = [change.step for change in run.changes]
-        raise ConfigError("changes", steps, "expected none: verl keeps the layout that it starts with")
-    if w.warmup.steps:
-        raise ConfigError("workload.warmup.steps", w.warmup.steps, "expected 0: verl's PPO has no supervised warm-up")
-    if run.fleet.slots > GPUS_PER_NODE and run.fleet.slots % GPUS_PER_NODE:
-        expected = (
-            f"expected at most {GPUS_PER_NODE} or a multiple of it: verl wants the same number of GPUs on every node"
-        )
-        raise ConfigError("fleet.slots", run.fleet.slots, expected)
-
-
 def _check_algorithm(run: Run) -> None:
     a, data = run.workload.algorithm, run.workload.data
-    if a.adv_estimator != "gae":
-        raise ConfigError("algorithm.adv_estimator", a.adv_estimator, "expected gae: PPO with a critic")
-    if not a.whiten_advantages:
-        raise ConfigError("algorithm.whiten_advantages", False, "expected true: verl always whitens GAE's advantages")
+    check_ppo(run, "verl")
     if a.dual_clip_ratio <= 1:
         raise ConfigError("algorithm.dual_clip_ratio", a.dual_clip_ratio, "expected above 1: verl cannot turn it off")
-    if a.value_clip <= 0:
-        raise ConfigError("algorithm.value_clip", a.value_clip, "expected above 0: verl cannot turn it off")
     if data.prompts_per_step % a.mini_batches:
         expected = f"expected a divisor of data.prompts_per_step = {data.prompts_per_step}: verl's mini-batches have whole prompts"
         raise ConfigError("algorithm.mini_batches", a.mini_batches, expected)
@@ -246,10 +220,7 @@ def _check_stage(run: Run, name: str) -> None:
         raise ConfigError(key, degrees, f"expected tp * pp * dp = fleet.slots = {gpus}: verl leaves no GPU idle")
     if stage.slots is not None and stage.slots != tuple(range(gpus)):
         raise ConfigError(f"{key}.slots", list(stage.slots), "expected none or all in order: verl places ranks itself")
-    for part in ("shares", "pipeline"):
-        parts = attrgetter(part)(stage)
-        if parts is not None and len(set(parts)) > 1:
-            raise ConfigError(f"{key}.{part}", list(parts), "expected equal parts: verl cuts evenly")
+    check_even(stage, key, "verl")
     if name == "actor_generate" and (stage.pp != 1 or GPUS_PER_NODE % stage.tp):
         raise ConfigError(key, degrees, f"expected pp=1 and a tp that divides the {GPUS_PER_NODE} GPUs of a node")
 

@@ -5,16 +5,15 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from argparse import ArgumentParser
 from pathlib import Path
 
 import polars as pl
 
+from baselines.prompts import BaselinePrompt, prompts_of
 from baselines.verl.command import default_data_folder
 from nereus.experiment import Run
-from nereus.rl.tasks import CHUNK_PROMPTS, Task, dataset_seed
 
 
 def write_prompts(run: Run, folder: Path) -> Path:
@@ -22,28 +21,20 @@ def write_prompts(run: Run, folder: Path) -> Path:
 
     Raises ConfigError for a task that is not there.
     """
-    data = run.workload.data
-    task = Task(data.task, data.task_options, run.seed, template=data.prompt_template)
-    rows = [_row(run, task, number) for number in range(run.workload.steps * data.prompts_per_step)]
+    rows = [_row(run, prompt) for prompt in prompts_of(run)]
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "train.parquet"
     pl.DataFrame(rows).write_parquet(path)
     return path
 
 
-def _row(run: Run, task: Task, number: int) -> dict[str, object]:
-    """A row under the names that verl's RLHFDataset and its naive reward manager read.
-
-    The ground truth names the entry, which reasoning-gym makes again: not every task's entries can be written as JSON.
-    """
-    chunk, index = divmod(number, CHUNK_PROMPTS)
-    seed = dataset_seed(task.name, task.seed, "train", chunk)
-    data_set = {**run.workload.data.task_options, "seed": seed, "size": CHUNK_PROMPTS}
+def _row(run: Run, prompt: BaselinePrompt) -> dict[str, object]:
+    """A row under the names that verl's RLHFDataset and its naive reward manager read."""
     return {
-        "data_source": task.name,
-        "prompt": [{"role": "user", "content": task.prompt(number).text}],
-        "reward_model": {"style": "rule", "ground_truth": json.dumps({"data_set": data_set, "index": index})},
-        "extra_info": {"index": number},
+        "data_source": run.workload.data.task,
+        "prompt": [{"role": "user", "content": prompt.text}],
+        "reward_model": {"style": "rule", "ground_truth": prompt.ground_truth},
+        "extra_info": {"index": prompt.number},
     }
 
 
@@ -51,7 +42,7 @@ def main() -> None:
     """Writes the prompts of the run that is named."""
     from experiments import ppo_8b
 
-    known = {run.run_id: run for run in ppo_8b.runs()}
+    known = {run.run_id: run for run in ppo_8b.runs("verl")}
     parser = ArgumentParser(description="Write the prompts of a run as verl reads them.")
     parser.add_argument("run", choices=sorted(known), metavar="RUN_ID", help=f"one of {', '.join(sorted(known))}")
     parser.add_argument("--folder", help="default: runs/verl/RUN_ID")

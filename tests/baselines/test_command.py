@@ -1,4 +1,4 @@
-"""A Run as verl's command line: the two of experiments/ppo_8b.py word for word, and what verl cannot express."""
+"""A Run as verl's command line: those of experiments/ppo_8b.py word for word, and what verl cannot express."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -9,11 +9,15 @@ import pytest
 
 from baselines.verl.check import different, expected, sharded, stated
 from baselines.verl.command import PROGRAM, REWARD_FILE, argv
-from experiments.ppo_8b import runs
+from experiments import ppo_8b
 from nereus.config import ChangeConfig, PlanChange, StageConfig
 from nereus.errors import ConfigError
 from nereus.experiment import Run
 from nereus.validate import validate
+
+
+def runs() -> tuple[Run, ...]:
+    return ppo_8b.runs("verl")
 
 
 def changed(record: Any, key: str, value: object) -> Any:
@@ -34,15 +38,15 @@ def test_the_words(run: Run, golden: Callable[[str, object], None]) -> None:
 def test_the_runs_fit_together() -> None:
     for run in runs():
         validate(run.config("runs"))
-    assert len({run.run_id for run in runs()}) == 2
+    assert len({run.run_id for run in runs()}) == 3
 
 
 def test_nodes_and_gpus() -> None:
-    small, large = runs()
+    small, large, largest = runs()
     two = changed(changed(small, "fleet.slots", 2), "plan.actor_generate.dp", 1)
     for name in ("actor_train", "critic_train", "reference_infer"):
         two = changed(two, f"plan.{name}", StageConfig(tp=2))
-    for run, nodes, gpus in ((small, 1, 8), (large, 2, 8), (two, 1, 2)):
+    for run, nodes, gpus in ((small, 1, 8), (large, 2, 8), (largest, 8, 8), (two, 1, 2)):
         words = argv(run)
         assert f"trainer.nnodes={nodes}" in words
         assert f"trainer.n_gpus_per_node={gpus}" in words

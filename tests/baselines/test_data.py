@@ -1,11 +1,14 @@
-"""verl's prompts and scores are those of Nereus."""
+"""The baselines' prompts and scores are those of Nereus."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import polars as pl
 import pytest
 
+from baselines.openrlhf import data as openrlhf_data
+from baselines.openrlhf.reward import reward_func
 from baselines.verl.data import write_prompts
 from baselines.verl.reward import compute_score
 from experiments.ppo_8b import runs
@@ -34,3 +37,20 @@ def test_prompts_and_scores(tmp_path: Path, data: DataConfig) -> None:
         truth = row["reward_model"]["ground_truth"]
         for response in (str(task.entry(number)["answer"]), "xyz", ""):
             assert compute_score(row["data_source"], response, truth, row["extra_info"]) == task.score(number, response)
+
+
+@pytest.mark.parametrize("data", [SPELL, SYMBOLIC], ids=lambda data: data.task)
+def test_openrlhf_s_prompts_and_scores(tmp_path: Path, data: DataConfig) -> None:
+    run = runs("openrlhf")[0]
+    run = replace(run, workload=replace(run.workload, data=data, steps=3), seed=7)
+    lines = openrlhf_data.write_prompts(run, tmp_path / "data").read_text(encoding="utf-8").splitlines()
+    task = Task(data.task, data.task_options, run.seed, template=data.prompt_template)
+    assert len(lines) == 3 * data.prompts_per_step
+    for number, row in list(enumerate(map(json.loads, lines)))[::7]:
+        assert row["prompt"] == task.prompt(number).text
+        prompt = f"<|user|>{row['prompt']}<|assistant|>"  # as a chat template has it
+        for response in (str(task.entry(number)["answer"]), "xyz", ""):
+            for end in ("", "<|eot_id|>", "</s>\n"):
+                answer = reward_func([f"{prompt}{response}{end}"], [prompt], [row["label"]])
+                assert answer["rewards"].tolist() == pytest.approx([task.score(number, response)])
+                assert float(answer["scores"][0]) == float(answer["rewards"][0])

@@ -51,9 +51,10 @@ def test_the_check_says_so_and_passes(tmp_path: Path) -> None:
     assert "skipped: the package index is out of reach" in done.stdout
 
 
-def test_pins() -> None:
-    lines = environment.REQUIREMENTS.read_text(encoding="utf-8").splitlines()
+@pytest.mark.parametrize(("system", "version"), [("verl", "0.9.1"), ("openrlhf", "0.11.2")])
+def test_pins(system: str, version: str) -> None:
+    lines = (ROOT / "baselines" / system / "requirements.txt").read_text(encoding="utf-8").splitlines()
     pins = dict(line.split("==") for line in lines if line and not line.startswith("#"))
-    assert pins["verl"] == "0.9.1"
+    assert pins[system] == version
     ours = dict(line.split("==") for line in (ROOT / "requirements.txt").read_text().splitlines() if "==" in line)
     assert pins["torch"] == ours["torch"]

@@ -1,0 +1,69 @@
+"""What the checks of all baselines do: make the environment, have its parser answer, say what came of it.
+
+Exit codes: 0 accepted with our values, or skipped because the package index is out of reach; 1 otherwise.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from baselines.environment import Environment, IndexOutOfReach
+from nereus.errors import NereusError
+
+PARSE_SECONDS = 300
+BASELINES_OWN = ("PYTHON", "VERL", "OPENRLHF", "RAY", "WANDB")
+"""Beginnings of variables that are kept from a baseline: its answer shall not depend on who asks."""
+
+
+def say(text: str) -> None:
+    """One line of a check."""
+    print(f"baselines-check: {text}", flush=True)  # noqa: T201 - the command prints
+
+
+def carry_out(name: str, environment: Environment, judge: Callable[[Path], Iterator[str]]) -> int:
+    """Makes the environment of the baseline `name`, says what `judge`, given its Python, complains of; the exit code."""
+    began = time.monotonic()
+    try:
+        python = environment.interpreter()
+    except IndexOutOfReach as error:
+        say(f"{name}: skipped: {error}")
+        return 0
+    except NereusError as error:
+        say(f"{name}: failed: {error}")
+        return 1
+    size_bytes = environment.size_bytes()
+    say(f"{name}'s environment: {size_bytes / 1e6:,.0f} MB in {environment.folder}, {time.monotonic() - began:.0f} s")
+    began = time.monotonic()
+    complaints = list(judge(python))
+    for complaint in complaints:
+        say(complaint)
+    say(f"{name}: {'FAILED' if complaints else 'ok'}, {time.monotonic() - began:.0f} s")
+    return 1 if complaints else 0
+
+
+def ask(python: Path, script: Path, asked: Mapping[str, Any], answers: Path) -> list[dict[str, Any]]:
+    """What `script` in the baseline's environment answers to `asked`, by way of the file `answers`."""
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(BASELINES_OWN)}
+    environment = {**kept, "HF_HUB_OFFLINE": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(
+        [str(python), "-P", str(script), str(answers)],
+        input=json.dumps(asked), capture_output=True, text=True, check=False, env=environment, timeout=PARSE_SECONDS,
+    )  # fmt: skip
+    if done.returncode:
+        raise SystemExit(f"baselines-check: {python} {script.name} fails:\n{done.stderr[-2000:]}")
+    return json.loads(answers.read_text(encoding="utf-8"))
+
+
+def refusals(name: str, wanted: Mapping[str, str], answers: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Commands that must be refused, else a check shows nothing: what is wrong with each -> words of the answer."""
+    for (what, words), answer in zip(wanted.items(), answers, strict=True):
+        if words not in answer["refused"]:
+            yield f"{what}: expected a refusal with {words!r}, so this check cannot fail; {name} said {answer['refused']!r}"
+        else:
+            say(f"{name}: {what} is refused")
