@@ -111,7 +111,7 @@ def shares(axes: Axes) -> None:
         axes.barh(place, 100 * share, color=COLOURS[place])
         count = of_run(variant, "run/transitions_count")
         axes.text(100 * share * 1.1, place, f"{share:.3%}, {count:.0f} transitions", va="center", fontsize=7)
-        axes.text(0.011, place + 0.46, label, va="bottom", fontsize=7, color="0.25")
+        axes.text(0.0115, place, label, va="center", fontsize=7, color="white")
     axes.axvline(100 * PAPER_SHARE, color="0.2", linewidth=1, linestyle="--")
     axes.text(100 * PAPER_SHARE * 1.06, -0.85, "paper's abstract: 0.079 %, about 6 transitions", fontsize=7)
     axes.set_xscale("log")

@@ -43,7 +43,10 @@ def pool(jobs: int) -> Iterator[ProcessPoolExecutor]:
     finally:
         made.shutdown(wait=True, cancel_futures=True)
         for name, value in known.items():
-            os.environ.pop(name, None) if value is None else os.environ.update({name: value})
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def carried_out(runs: Sequence[Run], jobs: int, work: Callable[[Run], str]) -> Iterator[tuple[Run, str]]:
