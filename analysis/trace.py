@@ -73,10 +73,10 @@ Cell = tuple[str, str, str, int]  # configuration, place, curve, seed
 
 def latencies() -> dict[Cell, float]:
     """Seconds of a whole run over its steps; infinite for a run that stands still."""
-    whole = TABLE.filter(pl.col("step").is_null() & pl.col("metric").is_in(["run/steps", "run/seconds"]))
+    whole = TABLE.filter(pl.col("step").is_null() & pl.col("metric").is_in(["run/steps_count", "run/seconds"]))
     rows = whole.pivot("metric", index=["variant", "seed"], values="value")
     found: dict[Cell, float] = {}
-    for variant, seed, steps, seconds in rows.select("variant", "seed", "run/steps", "run/seconds").iter_rows():
+    for variant, seed, steps, seconds in rows.select("variant", "seed", "run/steps_count", "run/seconds").iter_rows():
         name, place, curve = variant.rsplit("-", 2)
         found[name, place, curve, seed] = seconds / steps if steps == STEPS else inf
     sums = (

@@ -1,4 +1,4 @@
-"""`nereus experiment list | run | status | collect`: the runs of `experiments/NAME.py`, carried out in `runs/NAME/`.
+"""`nereus experiment list | run | status | collect | verify`: the runs of `experiments/NAME.py`, carried out in `runs/NAME/`.
 
 A run is finished when its journal says so; what was interrupted is set aside and done again. Nothing else is kept.
 """
@@ -12,10 +12,9 @@ import sys
 import tempfile
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Literal
@@ -25,14 +24,14 @@ from nereus.config import Config
 from nereus.errors import ConfigError, NereusError
 from nereus.experiment import Run, run_of
 from nereus.report.display import Display
-from nereus.report.record import discard_record, provenance_of, write_record
+from nereus.report.record import Provenance, discard_record, provenance_of, write_record
 from nereus.runtime.journal import RunFolder, read_journal
 from nereus.runtime.stop import StopSignal
 
 EXPERIMENTS, RUNS, TABLE = Path("experiments"), Path("runs"), "table.parquet"
-ACTIONS = ("list", "run", "status", "collect")
+ACTIONS = ("list", "run", "status", "collect", "verify")
 OVERRIDABLE = ("model", "data", "rollout", "algorithm", "warmup", "fleet", "plan")  # the sections that a Run has
-DONE = 0
+DONE, FAILED = 0, 1
 SIMULATED_ENDS = ("done", "stands still", "does not fit", "out of memory")
 """A fleet that never comes back; no configuration that runs; a plan that overflows again and again."""
 
@@ -63,17 +62,22 @@ class Progress:
 def add_experiment(parser: ArgumentParser) -> None:
     """The arguments of `nereus experiment`."""
     parser.usage = (
-        "nereus experiment list | run | status | collect [NAME] [--only RUN] [--jobs N] [--out FILE] [key=value ...]"
+        "nereus experiment list | run | status | collect | verify [NAME] [--only RUN] [--jobs N] [key=value ...]"
     )
     parser.add_argument("action", choices=ACTIONS, metavar="ACTION", help=", ".join(ACTIONS))
     parser.add_argument("words", nargs="*", metavar="NAME", help="an experiment, then overrides of all its runs")
     parser.add_argument("--only", metavar="RUN", action="append", help="the runs with this id or variant (repeatable)")
-    parser.add_argument(
-        "--jobs", type=int, default=1, metavar="N", help="run: so many simulated runs at once (default: 1)"
-    )
     parser.add_argument("--out", metavar="FILE", help=f"collect: write here instead of {RUNS}/NAME/{TABLE}")
     parser.add_argument(
-        "--metric", metavar="PATTERN", action="append", help="collect: only metrics such as 'run/*' (repeatable)"
+        "--jobs", type=int, default=1, metavar="N", help="run, verify: so many simulated runs at a time"
+    )
+    parser.add_argument("--share", type=float, default=0.05, metavar="S", help="verify: of the runs (default: 0.05)")
+    parser.add_argument("--seed", type=int, default=1, metavar="N", help="verify: which of the runs (default: 1)")
+    parser.add_argument(
+        "--metric",
+        metavar="NAME",
+        action="append",
+        help="collect: of steps only this (repeatable); runs have all theirs",
     )
     parser.add_argument("--sample", action="store_true", help="collect: mark the table as a sample, not to be quoted")
 
@@ -86,10 +90,12 @@ def experiment(arguments: Namespace, trainer: Trainer) -> int:
     if not words or "=" in words[0]:
         raise ConfigError("NAME", words[0] if words else None, f"expected an experiment: {_known()}")
     runs = chosen_runs(words[0], words[1:], arguments.only)
+    if arguments.jobs < 1:
+        raise ConfigError("--jobs", arguments.jobs, "expected at least 1")
     if arguments.action == "run":
-        if arguments.jobs < 1:
-            raise ConfigError("--jobs", arguments.jobs, "expected at least 1")
         return _run(words[0], runs, trainer, _command(arguments), arguments.jobs)
+    if arguments.action == "verify":
+        return _verify(runs, arguments)
     if arguments.action == "status":
         return _status(runs)
     return _collect(words[0], runs, arguments)
@@ -126,7 +132,7 @@ def chosen_runs(name: str, overrides: Sequence[str], only: Sequence[str] | None)
 
 
 def _overridden_together(runs: Sequence[Run], overrides: Sequence[str]) -> tuple[Run, ...]:
-    """The runs with overrides; those that look back on others look back on them as they are then."""
+    """The runs with overrides; those that look back on others look back on them as they are then, and come last."""
     changed = [overridden(run, overrides) for run in runs]
     ids = {old.run_id: new.run_id for old, new in zip(runs, changed, strict=True)}
     found: list[Run] = []
@@ -135,7 +141,12 @@ def _overridden_together(runs: Sequence[Run], overrides: Sequence[str]) -> tuple
         if scene is not None and scene.hindsight:
             scene = replace(scene, hindsight=tuple(ids.get(name, name) for name in scene.hindsight))
         found.append(replace(run, scene=scene))
-    return tuple(found)
+    return tuple(sorted(found, key=_looks_back))
+
+
+def _looks_back(run: Run) -> bool:
+    """Whether a run needs others to be finished before it."""
+    return run.scene is not None and bool(run.scene.hindsight)
 
 
 def overridden(run: Run, overrides: Sequence[str]) -> Run:
@@ -197,61 +208,84 @@ def _status(runs: Sequence[Run]) -> int:
 
 
 def _run(name: str, runs: Sequence[Run], trainer: Trainer, command: str, jobs: int) -> int:
-    """Carries out what is not finished, one after the other, or simulated ones `jobs` at once.
+    """Carries out what is not finished; what is wrong is told before the first starts.
 
-    What is wrong is told before the first starts.
+    Real runs go one after the other, and simulated ones too, unless `jobs` of them may go at a time.
     """
+    if jobs > 1 and all(run.scene is not None for run in runs):
+        return _run_beside(runs, command, jobs)
     for run in runs:
         if run.system == "nereus" and run.scene is None and progress(run).state != "finished":
             trainer.check(run.config(str(RUNS / name)))
-    ordered = sorted(runs, key=_looks_back)
-    heads = [f"run {number} of {len(runs)}, {run.run_id}" for number, run in enumerate(ordered, start=1)]
-    if jobs > 1:
-        _simulate_together(heads, ordered, command, jobs)
-    for head, run in zip(heads, ordered, strict=True):
+    for number, run in enumerate(runs, start=1):
+        head = f"run {number} of {len(runs)}, {run.run_id}"
         if run.system != "nereus" and run.scene is None:
             print(f"{head}: is {run.system}'s, not carried out here")
-        elif (jobs == 1 or run.scene is None) and (code := _locked(head, run, trainer, command)) != DONE:
-            print("stopped; the same command goes on from here", file=sys.stderr)
-            return code
+            continue
+        with _lock(run, fcntl.LOCK_EX) as free:
+            if not free:
+                print(f"{head}: another process carries it out, skipped")
+            elif progress(run).state == "finished":
+                print(f"{head}: finished, skipped")
+            elif (code := _run_one(head, run, trainer, command)) != DONE:
+                print("stopped; the same command goes on from here", file=sys.stderr)
+                return code
     return DONE
 
 
-def _looks_back(run: Run) -> bool:
-    """Whether a run needs others to be finished before it."""
-    return run.scene is not None and bool(run.scene.hindsight)
+def _run_beside(runs: Sequence[Run], command: str, jobs: int) -> int:
+    """Simulated runs, several at a time."""
+    from nereus.cli.experiment_jobs import carried_out
+
+    left = [run for run in runs if progress(run).state != "finished"]
+    if len(left) < len(runs):
+        print(f"{len(runs) - len(left)} of {len(runs)} runs: finished, skipped", flush=True)
+    work = partial(_locked_run, provenance=provenance_of(command))
+    waves = ([run for run in left if _looks_back(run) == looking] for looking in (False, True))
+    told_of = (found for wave in waves if wave for found in carried_out(wave, jobs, work))
+    for number, (run, told) in enumerate(told_of, start=1):
+        print(f"{number} of {len(left)}, {run.run_id}: {told}", flush=True)
+    return DONE
 
 
-def _simulate_together(heads: Sequence[str], runs: Sequence[Run], command: str, jobs: int) -> None:
-    """The simulated runs, so many at once; those that look back on others when these are finished."""
-    for looking in (False, True):
-        with ProcessPoolExecutor(max_workers=jobs) as pool:
-            begun = [
-                pool.submit(_locked, head, run, None, command)
-                for head, run in zip(heads, runs, strict=True)
-                if run.scene is not None and _looks_back(run) == looking
-            ]
-            try:
-                for each in begun:
-                    each.result()
-            except BaseException:
-                pool.shutdown(wait=True, cancel_futures=True)
-                raise
+def _locked_run(run: Run, provenance: Provenance) -> str:
+    """One simulated run, in a process of its own."""
+    from nereus.cli.experiment_jobs import simulate_here
 
-
-def _locked(head: str, run: Run, trainer: Trainer | None, command: str) -> int:
-    """Carries a run out unless it is finished or in hand elsewhere."""
     with _lock(run, fcntl.LOCK_EX) as free:
         if not free:
-            print(f"{head}: another process carries it out, skipped", flush=True)
-        elif progress(run).state == "finished":
-            print(f"{head}: finished, skipped", flush=True)
-        else:
-            return _run_one(head, run, trainer, command)
-    return DONE
+            return "another process carries it out, skipped"
+        if progress(run).state == "finished":
+            return "finished, skipped"
+        aside = _set_aside(folder_of(run).path)
+        told = simulate_here(run, RUNS / run.experiment, provenance)
+        return told + (f" (what was interrupted is now {aside})" if aside else "")
 
 
-def _run_one(head: str, run: Run, trainer: Trainer | None, command: str) -> int:
+def _verify(runs: Sequence[Run], arguments: Namespace) -> int:
+    """Simulates a share of the finished runs again, elsewhere; 1 where any byte of journal or metrics differs."""
+    from nereus.cli.experiment_jobs import carried_out, chosen_share
+
+    known = [run for run in runs if run.scene is not None and progress(run).state == "finished"]
+    if not known:
+        raise NereusError("no simulated run is finished; carry them out: nereus experiment run NAME")
+    chosen = chosen_share(known, arguments.share, arguments.seed)
+    work = partial(_again, provenance=provenance_of(_command(arguments)))
+    differing = 0
+    for run, told in carried_out(chosen, arguments.jobs, work):
+        print(f"{run.run_id}: {told or 'the same bytes'}", flush=True)
+        differing += bool(told)
+    print(f"{len(chosen)} of {len(known)} runs done again: {differing or 'none'} differ{'s' * (differing == 1)}")
+    return FAILED if differing else DONE
+
+
+def _again(run: Run, provenance: Provenance) -> str:
+    from nereus.cli.experiment_jobs import differences
+
+    return differences(run, folder_of(run), provenance)
+
+
+def _run_one(head: str, run: Run, trainer: Trainer, command: str) -> int:
     aside = _set_aside(folder_of(run).path)
     line = f"{head}{f' (what was interrupted is now {aside})' if aside else ''}"
     provenance = provenance_of(command)
@@ -261,7 +295,6 @@ def _run_one(head: str, run: Run, trainer: Trainer | None, command: str) -> int:
         print(f"{line}: {simulate_run(run, RUNS / run.experiment, provenance)}", flush=True)
         return DONE
     print(f"\n{line}", flush=True)
-    assert trainer is not None, "a real run needs a trainer"
 
     def job(config: Config, folder: RunFolder, display: Display, stop: StopSignal, rollouts: Path | None) -> None:
         write_record(folder.path, run, provenance)
@@ -289,11 +322,7 @@ def _collect(name: str, runs: Sequence[Run], arguments: Namespace) -> int:
     if not finished:
         raise NereusError(f"no run of {name} is finished; carry them out: nereus experiment run {name}")
     pairs = [(run, folder_of(run).path) for run in finished]
-    table = collected(pairs)
-    if arguments.metric:
-        table = table.filter([_matches(name, arguments.metric) for name in table["metric"]])
-        if table.is_empty():
-            raise ConfigError("--metric", arguments.metric, "expected patterns that a metric of these runs matches")
+    table = collected(pairs, arguments.metric)
     path = Path(arguments.out) if arguments.out else RUNS / name / TABLE
     source = source_of(pairs, command=_command(arguments), sample=arguments.sample)
     write_table(table, source, path)
@@ -303,15 +332,12 @@ def _collect(name: str, runs: Sequence[Run], arguments: Namespace) -> int:
     return DONE
 
 
-def _matches(name: str, patterns: Sequence[str]) -> bool:
-    return any(fnmatchcase(name, pattern) for pattern in patterns)
-
-
 def _command(arguments: Namespace) -> str:
     """The command line, for the record; where its result was written is no part of it."""
     words = ["nereus", "experiment", arguments.action, *arguments.words]
+    words += ["--jobs", str(arguments.jobs)] if arguments.jobs > 1 else []
+    words += [word for metric in arguments.metric or () for word in ("--metric", metric)]
     words += [word for only in arguments.only or () for word in ("--only", only)]
-    words += [word for pattern in arguments.metric or () for word in ("--metric", pattern)]
     return shlex.join([*words, "--sample"] if arguments.sample else words)
 
 

@@ -56,9 +56,9 @@ class Source:
     runs: dict[str, Provenance]
 
 
-def collected(runs: Sequence[tuple[Run, Path]]) -> pl.DataFrame:
-    """The table of finished runs and their folders. Raises JournalError where a record is not whole."""
-    rows = [row for run, folder in runs for row in _rows(run, folder)]
+def collected(runs: Sequence[tuple[Run, Path]], metrics: Sequence[str] | None = None) -> pl.DataFrame:
+    """The table of finished runs and their folders; of steps only `metrics`, if given. JournalError for a record that is not whole."""
+    rows = [row for run, folder in runs for row in _rows(run, folder) if _wanted(row, metrics)]
     table = pl.DataFrame(rows, schema=SCHEMA, orient="row", strict=True)
     if table.select(KEY).is_duplicated().any():
         twice = table.filter(table.select(KEY).is_duplicated()).row(0)
@@ -115,6 +115,10 @@ def measured_or_sample(measured: Path, sample: Path) -> tuple[pl.DataFrame, Sour
     return table, source
 
 
+def _wanted(row: Row, metrics: Sequence[str] | None) -> bool:
+    return metrics is None or row[5] is None or row[6] in metrics
+
+
 def _rows(run: Run, folder: Path) -> Iterator[Row]:
     record = RunFolder(path=folder)
     metrics = read_metrics(record.metrics)
@@ -134,10 +138,12 @@ def _rows(run: Run, folder: Path) -> Iterator[Row]:
 
 def _of_run(summary: Summary) -> Mapping[str, float]:
     return {
-        "run/steps": float(summary.steps),
         "run/seconds": summary.run_seconds,
         "run/training_seconds": summary.training_seconds,
         "run/transition_fraction": summary.transition_fraction,
+        "run/transitions_count": float(len(summary.transitions)),
+        "run/restores_count": float(sum("restore" in entry.seconds for entry in summary.transitions)),
+        "run/steps_count": float(summary.steps),
     }
 
 

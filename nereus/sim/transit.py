@@ -61,6 +61,7 @@ class Transit:
         self._busy: dict[str, dict[Lane, dict[str, float]]] = defaultdict(lambda: defaultdict(dict))
         self._kept: list[Operation] = []  # interleaved, until a boundary
         self._open = False  # whether interleaved operations may start
+        self._stopped = False  # whether the job waits for the transition
         self._interleaved_running = 0
         self._quiet: simpy.Event | None = None
         self._waiting: dict[Lane, deque[Operation]] = defaultdict(deque)
@@ -89,6 +90,7 @@ class Transit:
 
     def pause(self) -> Process:
         """Stops the step: what is left of the early operations, then everything else, to the end of the transition."""
+        self._stopped = True
         while self.execution.early_left_count and not self.settled.triggered:
             yield from self.boundary()
             if self.execution.early_left_count and not self._kept and not self.settled.triggered:
@@ -216,8 +218,10 @@ class Transit:
         self._ended(operation)
 
     def _account(self, operation: Operation, seconds: float) -> None:
+        """An operation that would be interleaved with a step counts to the pause when it runs there, as in the real world."""
+        place = "pause" if self._stopped and operation.place == "interleaved" else operation.place
         for lane in operation.lanes[-1:] if operation.carries else operation.lanes or (0,):
-            parts = self._busy[operation.place][lane]
+            parts = self._busy[place][lane]
             parts[operation.kind] = parts.get(operation.kind, 0.0) + seconds
 
     def _free(self, operation: Operation, lanes: tuple[Lane, ...]) -> None:

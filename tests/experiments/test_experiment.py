@@ -243,7 +243,7 @@ def test_collect(command: Command, capsys: pytest.CaptureFixture[str]) -> None:
     capsys.readouterr()
     assert command("collect", "pair") == 0
     shown = capsys.readouterr()
-    assert shown.out == "runs/pair/table.parquet: 1 of 2 runs, 16 rows\n"
+    assert shown.out == "runs/pair/table.parquet: 1 of 2 runs, 18 rows\n"
     assert shown.err.startswith(f"left out: {FIXED}")
     table, source = read_table(Path("runs/pair/table.parquet"))
     assert table.schema == SCHEMA
@@ -253,10 +253,12 @@ def test_collect(command: Command, capsys: pytest.CaptureFixture[str]) -> None:
     }
     values = {(step, metric): value for step, metric, value in table.select("step", "metric", "value").iter_rows()}
     assert values == {
-        (None, "run/steps"): 3.0,
         (None, "run/seconds"): 4.0,
         (None, "run/training_seconds"): 2.5,  # from the start of the first step, half a second before its end
         (None, "run/transition_fraction"): 0.3,
+        (None, "run/transitions_count"): 1.0,
+        (None, "run/restores_count"): 0.0,
+        (None, "run/steps_count"): 3.0,
         **{(step, "critic/score/mean"): float(step) for step in (1, 2, 3)},
         **{(step, "timing_s/step"): 0.5 for step in (1, 2, 3)},
         **{(step, "timing_s/transition"): 0.75 * (step == 2) for step in (1, 2, 3)},
@@ -268,6 +270,17 @@ def test_collect(command: Command, capsys: pytest.CaptureFixture[str]) -> None:
     assert list(source.runs) == [run.run_id]
 
 
+def test_collect_keeps_the_metrics_that_are_asked_for(command: Command) -> None:
+    command("run", "pair")
+    command("collect", "pair", "--metric", "timing_s/step")
+    table, source = read_table(Path("runs/pair/table.parquet"))
+    of_steps = table.filter(pl.col("step").is_not_null())
+    assert set(of_steps["metric"]) == {"timing_s/step"}
+    assert of_steps.height == 6
+    assert "run/seconds" in set(table["metric"])
+    assert source.command == "nereus experiment collect pair --metric timing_s/step"
+
+
 def test_collect_again_gives_the_same_bytes(command: Command) -> None:
     command("run", "pair")
     command("collect", "pair", "--out", "a/table.parquet")
@@ -275,15 +288,6 @@ def test_collect_again_gives_the_same_bytes(command: Command) -> None:
     assert Path("a/table.parquet").read_bytes() == Path("b/table.parquet").read_bytes()
     command("collect", "pair", "--sample", "--out", "c.parquet")
     assert read_table(Path("c.parquet"))[1].sample
-    command("collect", "pair", "--metric", "run/*", "--metric", "*/step", "--out", "d.parquet")
-    few, source = read_table(Path("d.parquet"))
-    assert set(few["metric"]) == {
-        *(f"run/{n}" for n in ("steps", "seconds", "training_seconds", "transition_fraction")),
-        "timing_s/step",
-    }
-    assert source.command == "nereus experiment collect pair --metric 'run/*' --metric '*/step'"
-    with pytest.raises(ConfigError, match="--metric"):
-        command("collect", "pair", "--metric", "none")
 
 
 def test_collect_refuses_records_that_are_not_whole(command: Command) -> None:
@@ -366,16 +370,15 @@ def test_runs_side_by_side_and_those_that_look_back_last(command: Command, capfd
         "from experiments.past import runs as shared", SIMULATED.replace("def runs", "def shared")
     )
     Path("experiments/back.py").write_text(text.replace("mean_tokens=mean", 'policy="fixed"'))
-    with pytest.raises(ConfigError, match="--jobs"):
-        command("run", "back", "--jobs", "0")
     with pytest.raises(ConfigError, match="carry it out first"):
         command("run", "back", "--only", "oracle", "run.steps=3")
     assert command("run", "back", "--jobs", "2", "run.steps=3") == 0
     lines = capfd.readouterr().out.splitlines()
+    assert "3 of 3" in lines[-1]
     assert "the best of" in lines[-1]
     assert sum("simulated 3 steps" in line for line in lines) == 2
-    assert command("run", "back", "--jobs", "2", "run.steps=3") == 0
-    assert capfd.readouterr().out.count("finished, skipped") == 3
+    assert command("verify", "back", "--share", "1", "run.steps=3") == 0
+    assert "3 of 3 runs done again: none differ" in capfd.readouterr().out
     assert command("collect", "back", "run.steps=3") == 0
     table, _ = read_table(Path("runs/back/table.parquet"))
     ends = dict(table.filter(pl.col("metric") == "run/seconds").select("variant", "value").iter_rows())
