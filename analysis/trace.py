@@ -42,7 +42,7 @@ BASELINES = {
     "restart": "  DP divides, by restart",
     "fixed": "fixed",
     "best-dp-scaling": "from the best layout: DP divides",
-    "best-dp-scaling-any-free": "  any DP, micro-batch free",
+    "best-dp-scaling-any-free": "  best layout, any DP, micro-batch free",
 }
 """Configurations that nereus is compared with; those from the best layout with nereus from there."""
 ABLATIONS = {
