@@ -42,7 +42,7 @@ BASELINES = {
     "restart": "  DP divides, by restart",
     "fixed": "fixed",
     "best-dp-scaling": "from the best layout: DP divides",
-    "best-dp-scaling-any-free": "  any DP, micro-batch free",
+    "best-dp-scaling-any-free": "  best layout, any DP, micro-batch free",
 }
 """Configurations that nereus is compared with; those from the best layout with nereus from there."""
 ABLATIONS = {
@@ -65,9 +65,7 @@ COLOURS = ("tab:blue", "tab:cyan", "tab:orange")
 # ## The numbers
 
 # %%
-TABLE, SOURCE = measured_or_sample(
-    HERE.parent / "runs" / NAME / "table.parquet", HERE / "data" / f"{NAME}.sample.parquet"
-)
+TABLE, SOURCE = measured_or_sample(HERE.parent / "runs" / NAME / "table.parquet", HERE / "data" / f"{NAME}.parquet")
 Cell = tuple[str, str, str, int]  # configuration, place, curve, seed
 
 

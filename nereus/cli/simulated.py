@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -38,6 +38,7 @@ from nereus.world import drive
 OWN_PLANS = ("best-plan", "settled-plan")
 """Policies of Nereus that keep a plan: the best of a search that knows no true times, or that on which searches settle."""
 NO_FIT = "does not fit"
+RUNS = Path("runs")
 ORACLE = "oracle"
 """The policy that knows the future: the best path over the plans that other runs of the scenario used and the planner's best."""
 
@@ -120,7 +121,7 @@ def _oracle_run(run: Run, scene: Scene, records: Records, parent: Path) -> str:
     moments, trace = scene_moments(scene, truth)
     workload = workload_of(config, scene.mean_tokens, _with_curve(scene, trace, run.workload.steps), run.seed)
     first = scene_start(scene, config, moments, workload)
-    past = past_of(scene, parent)
+    past = past_of(scene, (parent, RUNS / run.experiment))
     past.first.setdefault(first.plan_id, first)
     past.plans.setdefault(first.plan_id, first)
     found = Hindsight(config=config, moments=moments, workload=workload, truth=truth, past=past)
@@ -151,14 +152,14 @@ def _oracle_run(run: Run, scene: Scene, records: Records, parent: Path) -> str:
     )
 
 
-def past_of(scene: Scene, parent: Path) -> Past:
-    """What the runs did that the scene looks back on. ConfigError for one that is not finished."""
+def past_of(scene: Scene, parents: Sequence[Path]) -> Past:
+    """What the runs did, in the first of `parents` that has them, that the scene looks back on. ConfigError for an unfinished one."""
     past = Past()
     for name in scene.hindsight:
-        folder = RunFolder(path=parent / name)
-        events = read_journal(folder.events) if folder.is_run() else []
+        folders = [folder for folder in (RunFolder(path=parent / name) for parent in parents) if folder.is_run()]
+        events = read_journal(folders[0].events) if folders else []
         if not events or events[-1]["kind"] != "run_stopped":
-            raise ConfigError("scene.hindsight", name, f"expected a finished run in {parent}; carry it out first")
+            raise ConfigError("scene.hindsight", name, f"expected a finished run in {parents[-1]}; carry it out first")
         past.read(events)
     return past
 

@@ -44,6 +44,12 @@ class FreeDpScaling(DpScaling):
         self.outlook = self.outlook.met_rows(step, width_tokens)
         self._outgrown = True
 
+    def overflowed(self, plan_id: str, used_bytes: int, budget_bytes: int) -> None:
+        """The micro-batches are chosen anew, with a margin that bars these."""
+        if used_bytes > budget_bytes:
+            self.outlook = self.outlook.overflowed(plan_id, used_bytes)
+            self._outgrown = True
+
     def wanted(self, situation: Situation) -> Plan | None:
         """The scaled plan with the micro-batches that are fastest; they stay while the fleet does and they fit."""
         scaled = super().wanted(situation)

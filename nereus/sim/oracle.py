@@ -17,7 +17,9 @@ WAITED_MOMENTS = 3
 """A change may wait for so many changes of the fleet."""
 HOPS = 2
 """So many changes may follow each other between two steps."""
-State = tuple[int, int]  # plan, and which of its spans
+PlanIndex = int
+MomentIndex = int
+State = tuple[PlanIndex, int]  # plan, and which of its spans
 Standing = tuple[State, float]  # a plan whose slots are all there, until when
 
 
@@ -55,10 +57,13 @@ class Timeline:
 class Edge:
     """A change: from which plan to which, in which moment of the fleet, with which slots that still hold their state."""
 
-    before: int
-    after: int
-    moment: int
+    before: PlanIndex
+    after: PlanIndex
+    moment: MomentIndex
     holders: frozenset[int]
+
+
+Charged = tuple[Edge, float]  # with its seconds
 
 
 class Prices(Protocol):
@@ -82,10 +87,10 @@ class Leg:
     """A step of the best path: its plan, when it began and ended, and the changes right before it with their seconds."""
 
     step: int
-    plan: int
+    plan: PlanIndex
     began_seconds: float
     ended_seconds: float
-    changes: tuple[tuple[Edge, float], ...] = ()
+    changes: tuple[Charged, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -26,7 +26,7 @@ CONTAINERS = ("Optional", "tuple", "list", "Sequence")
 
 # Numbers without a unit, by the reason why they have none. A name counts whole, or as the last `_word` of a longer one.
 DIMENSIONLESS = {
-    "a degree of parallelism or a coordinate in one": "tp pp dp cp ep etp edp tp_rank pp_rank dp_rank",
+    "a degree of parallelism or a coordinate in one": "tp pp dp cp ep etp edp tp_rank pp_rank dp_rank only_engine_tps",
     "identifies something, is not a quantity":
         "id ids index position rank slot source destination replica step turn layer head version seed port pid digest responses expert stream hop",
     "a coordinate or extent in a tensor's own index space": "shape start stop axis axes offset stride dim",

@@ -379,16 +379,17 @@ def test_runs_side_by_side_and_those_that_look_back_last(command: Command, capfd
         "from experiments.past import runs as shared", SIMULATED.replace("def runs", "def shared")
     )
     Path("experiments/back.py").write_text(text.replace("mean_tokens=mean", 'policy="fixed"'))
-    with pytest.raises(ConfigError, match="--jobs"):
-        command("run", "back", "--jobs", "0")
     with pytest.raises(ConfigError, match="carry it out first"):
         command("run", "back", "--only", "oracle", "run.steps=3")
     assert command("run", "back", "--jobs", "2", "run.steps=3") == 0
     lines = capfd.readouterr().out.splitlines()
+    assert "3 of 3" in lines[-1]
     assert "the best of" in lines[-1]
     assert sum("simulated 3 steps" in line for line in lines) == 2
     assert command("run", "back", "--jobs", "2", "run.steps=3") == 0
     assert capfd.readouterr().out == "3 of 3 runs: finished, skipped\n"
+    assert command("verify", "back", "--share", "1", "run.steps=3") == 0
+    assert "3 of 3 runs done again: none differ" in capfd.readouterr().out
     assert command("collect", "back", "run.steps=3") == 0
     table, _ = read_table(Path("runs/back/table.parquet"))
     ends = dict(table.filter(pl.col("metric") == "run/seconds").select("variant", "value").iter_rows())
