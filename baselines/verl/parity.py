@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 STEP = Path(__file__).with_name("parity_step.py")
 WORK = FOLDER.with_name("parity")
-STEP_SECONDS = 300
+STEP_SECONDS = 600
 BASE = AlgorithmConfig(gamma=1.0, lam=0.95, mini_batches=2, actor_lr=1e-3, critic_lr=1e-3, adam_eps=1e-6)
 """Adam's first step is the gradient over its own size plus epsilon: with 1e-8 float32's noise in gradients that are nearly zero
 becomes a fifth of a whole step, 2e-4 at this rate. One setting has 1e-8, at a rate nearer to that of real jobs."""
