@@ -155,7 +155,7 @@ class CriticEngine(PlainModule, transformer_impl.FSDPEngineWithValueHead):
 
 
 def engine_of(model: str, settings: Settings, recorded: dict[str, Tensor], asked: dict[str, Any]) -> Any:
-    """The engine with the recorded weights and a fresh optimizer, which spares norms from weight decay as Megatron's does."""
+    """The engine with the recorded weights and a fresh optimizer; weight decay is for norms too, as in verl's FSDP engine."""
     config = AutoConfig.from_pretrained(asked["model_folder"])
     config.num_labels, config.classifier_dropout = 1, 0.0
     kind = AutoModelForCausalLM if model == "actor" else AutoModelForTokenClassification
@@ -173,13 +173,9 @@ def engine_of(model: str, settings: Settings, recorded: dict[str, Tensor], asked
         clip_grad=settings["clip_grad"],
         override_optimizer_config={"eps": settings["adam_eps"]},
     )
-    trained = [p for p in module.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in trained if p.dim() > 1]},
-        {"params": [p for p in trained if p.dim() == 1], "weight_decay": 0.0},
-    ]
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     engine = ActorEngine if model == "actor" else CriticEngine
-    return engine(module, optimizer_config, build_optimizer(groups, optimizer_config))
+    return engine(module, optimizer_config, build_optimizer(trained, optimizer_config))
 
 
 def loss_of(model: str, settings: Settings, asked: dict[str, Any]) -> Any:

@@ -38,11 +38,12 @@ def test_another_failure_is_not_skipped(tmp_path: Path, monkeypatch: pytest.Monk
         interpreter()
 
 
+@pytest.mark.parametrize("name", ["check", "parity"])
 @pytest.mark.usefixtures("nowhere")
-def test_the_check_says_so_and_passes(tmp_path: Path) -> None:
+def test_the_check_says_so_and_passes(tmp_path: Path, name: str) -> None:
     program = (
-        "import sys; from pathlib import Path; from baselines.verl import check, environment;"
-        "environment.FOLDER = Path(sys.argv[1]); sys.exit(check.main())"
+        f"import sys; from pathlib import Path; from baselines.verl import {name}, environment;"
+        f"environment.FOLDER = Path(sys.argv[1]); sys.exit({name}.main())"
     )
     done = subprocess.run(
         [sys.executable, "-c", program, str(tmp_path / "env")], capture_output=True, text=True, check=False, cwd=ROOT

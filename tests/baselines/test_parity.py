@@ -83,6 +83,11 @@ def test_another_number_of_optimizer_steps_is_an_error() -> None:
 
 
 def test_not_a_number_is_beyond_every_bound() -> None:
+    mine, theirs = both()
+    theirs.weights["actor"]["w"][0, 0] = math.nan
+    theirs.updates["actor"][0]["grad_norm"] = math.nan
+    complaints = list(beyond({"one": differences(recorded(), mine, theirs, with_returns=True)}))
+    assert [line.split(" differ")[0] for line in complaints] == ["one: gradient norm", "one: weights"]
     assert list(beyond({"one": {"weights": math.nan}}))
     assert not list(beyond({"one": {"weights": BOUNDS["weights"]}}))
 
