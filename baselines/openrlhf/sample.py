@@ -32,6 +32,7 @@ SMALLER = {  # in place of what the command line says, so that one process on a 
     "--data.max_len": [PROMPT_TOKENS + LONGEST],
 }
 LEFT_OUT = ("--train.dynamic_batch_enable", "--ds.packing_samples")  # they want process groups and flash attention
+FOLDERS = ("WANDB_DIR", "WANDB_DATA_DIR", "WANDB_CACHE_DIR", "WANDB_ARTIFACT_DIR")
 BASIC = ("WANDB_MODE", "offline"), ("WANDB_API_KEY", "0" * 40), ("WANDB_SILENT", "true"), ("WANDB_CONSOLE", "off")
 QUIET = (
     "WANDB__DISABLE_STATS",
@@ -52,7 +53,7 @@ def main() -> None:
 
     trainer_class = of_trainer.PPOTrainer.__ray_metadata__.modified_class
     with tempfile.TemporaryDirectory() as wandb_folder:
-        os.environ.update({**dict(BASIC), **dict.fromkeys(QUIET, "true"), "WANDB_DIR": wandb_folder})
+        os.environ.update({**dict(BASIC), **dict.fromkeys(QUIET, "true"), **dict.fromkeys(FOLDERS, wandb_folder)})
         parse["_hold_back"](absent["Inert"])
         judged = parse["_judged"](_smaller(json.load(sys.stdin)))
         if judged["refused"]:
@@ -228,7 +229,7 @@ def _without_gpu(of_actor: Any, experience: Any) -> None:
     """Nothing goes to a GPU; Ray hands over what it is given."""
     import ray
 
-    ray.get = lambda refs: refs
+    ray.get = ray.put = lambda value: value
     torch.cuda.current_device = lambda: 0
     torch.cuda.empty_cache = lambda: None
     experience.to_device = lambda self, device: None  # noqa: ARG005

@@ -96,6 +96,10 @@ OPENRLHF = Naming(
         "group_reward_std": "nothing of Nereus is grouped by prompts",
         "is_filter_ratio": "the share that OpenRLHF's importance sampling drops; Nereus has none",
         "dynamic_filtering_pass_rate": "the share of prompts that OpenRLHF's filter leaves; Nereus has none",
+        **dict.fromkeys(
+            ("generated_samples/nrows", "generated_samples/ncols", "generated_samples/size"),
+            "the size of a table of texts",
+        ),
     },
     derive=_of_openrlhf,
 )

@@ -69,7 +69,9 @@ def placed(path: Path, rows: Iterable[Row], naming: Naming) -> PeerLog:
                 unplaced[name] = naming.unplaced[name]
             else:
                 unknown[name] = None
-        if math.isfinite(step := ours.get(STEP, math.nan)):
+        if (
+            math.isfinite(step := ours.get(STEP, math.nan)) and len(ours) > 1
+        ):  # W&B tells a table of texts before step 1
             by_step[step] = {**naming.derive(row), **ours}
     return PeerLog(
         path=path,

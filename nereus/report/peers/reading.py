@@ -20,8 +20,7 @@ from nereus.report.peers.naming import Naming, PeerLog, placed
 from nereus.report.summary import Row
 
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")  # Ray's, around the name of the process that printed a line
-VERL_STEP = re.compile(r"(?:^|\s)step:(\d+)((?: - [\w./@+-]+(?: [\w./@+-]+)*:\S+)+)\s*$")
-VERL_METRIC = re.compile(r" - ([^:]+):(\S+)")
+VERL_STEP = re.compile(r"(?:^|\s)step:(\d+) - (.*)$")
 OPENRLHF_STEP = re.compile(r"Global step (\d+): (\{.*\})\s*$")
 NUMPY = re.compile(r"np\.\w+\((.*)\)")  # how numpy writes a scalar
 OF_WANDB = "train/"  # what OpenRLHF's W&B logger puts before every name
@@ -67,7 +66,10 @@ def _verl_console(path: Path, text: str) -> Iterator[Row]:
     del path
     for line in text.splitlines():
         if "step:" in line and (match := VERL_STEP.search(COLOUR.sub("", line))):
-            yield {VERL.step: float(match[1]), **{name: number(value) for name, value in VERL_METRIC.findall(match[2])}}
+            parts = [part.rpartition(":") for part in match[2].split(" - ")]
+            row = {name: number(value) for name, _, value in parts if name}
+            if row:
+                yield {VERL.step: float(match[1]), **row}
 
 
 def _verl_file(path: Path, text: str) -> Iterator[Row]:
