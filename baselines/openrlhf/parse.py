@@ -41,18 +41,17 @@ def _hold_back(inert: type[Any]) -> None:
     """No Ray, no engine and no worker is started: what would start them does nothing, and the trainer ends the program."""
     import openrlhf.trainer.ppo_trainer as trainer  # pyright: ignore[reportMissingImports]
     import openrlhf.trainer.ray as engines  # pyright: ignore[reportMissingImports]
+    import openrlhf.utils  # pyright: ignore[reportMissingImports]
     import ray
-    from openrlhf import utils  # pyright: ignore[reportMissingImports]
     from openrlhf.trainer.ray import launcher  # pyright: ignore[reportMissingImports]
 
     ray.is_initialized = lambda: True
     ray.get = inert()
-    importlib.import_module(
-        "ray.util.placement_group"
-    ).placement_group = inert()  # ray.util has a function of that name
+    of_groups: Any = importlib.import_module("ray.util.placement_group")  # ray.util has a function of that name
+    of_groups.placement_group = inert()
     launcher.RayActorGroup = inert
     engines.create_vllm_engines = inert()
-    utils.get_strategy = _strategy
+    openrlhf.utils.get_strategy = _strategy
     trainer.PPOTrainer = SimpleNamespace(remote=_accept)
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 from omegaconf import OmegaConf
-from verl import DataProto  # pyright: ignore[reportMissingImports]
+from verl import DataProto  # pyright: ignore[reportAttributeAccessIssue]
 from verl.trainer.ppo import metric_utils, ray_trainer  # pyright: ignore[reportMissingImports]
 from verl.trainer.ppo.core_algos import (  # pyright: ignore[reportMissingImports]
     FixedKLController,
