@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,6 +16,7 @@ from typing import Any
 
 from baselines.environment import Environment, IndexOutOfReach
 from nereus.errors import NereusError
+from nereus.report.peers.naming import PeerLog
 
 PARSE_SECONDS = 300
 BASELINES_OWN = ("PYTHON", "VERL", "OPENRLHF", "RAY", "WANDB")
@@ -49,15 +51,37 @@ def carry_out(name: str, environment: Environment, judge: Callable[[Path], Itera
 
 def ask(python: Path, script: Path, asked: Mapping[str, Any], answers: Path) -> list[dict[str, Any]]:
     """What `script` in the baseline's environment answers to `asked`, by way of the file `answers`."""
+    _run(python, script, answers, json.dumps(asked))
+    return json.loads(answers.read_text(encoding="utf-8"))
+
+
+def logs(
+    python: Path, script: Path, folder: Path, read: Callable[[Path], PeerLog], words: Sequence[str] = ()
+) -> Iterator[str]:
+    """Has the baseline's own logging code write to `folder`; what is wrong with our rows of it, log by log."""
+    shutil.rmtree(folder, ignore_errors=True)
+    _run(python, script, folder, json.dumps(list(words)))
+    for path in sorted(folder.iterdir()):
+        log = read(path)
+        if log.unknown or not log.rows:
+            yield f"{path}: {len(log.rows)} steps, and metrics that are neither placed nor named: {', '.join(log.unknown)}"
+            continue
+        columns = {column for row in log.rows for column in row}
+        say(
+            f"{path}: {len(log.rows)} steps in {len(columns)} columns of ours, {len(log.unplaced)} metrics named as unplaced"
+        )
+
+
+def _run(python: Path, script: Path, target: Path, given: str) -> None:
+    """Runs `script TARGET` in the baseline's environment. SystemExit with the end of its errors where it fails."""
     kept = {key: value for key, value in os.environ.items() if not key.startswith(BASELINES_OWN)}
     environment = {**kept, "HF_HUB_OFFLINE": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run(
-        [str(python), "-P", str(script), str(answers)],
-        input=json.dumps(asked), capture_output=True, text=True, check=False, env=environment, timeout=PARSE_SECONDS,
+        [str(python), "-P", str(script), str(target)],
+        input=given, capture_output=True, text=True, check=False, env=environment, timeout=PARSE_SECONDS,
     )  # fmt: skip
     if done.returncode:
         raise SystemExit(f"baselines-check: {python} {script.name} fails:\n{done.stderr[-2000:]}")
-    return json.loads(answers.read_text(encoding="utf-8"))
 
 
 def refusals(name: str, wanted: Mapping[str, str], answers: Sequence[Mapping[str, Any]]) -> Iterator[str]:

@@ -7,6 +7,7 @@ recommend.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from nereus.config import (
@@ -67,6 +68,7 @@ BUDGET_BYTES = 76 << 30  # of an 80 GB GPU
 
 def runs(system: System | None = None) -> tuple[Run, ...]:
     """Of every system, or of the one named: verl in a pipeline of two where there is more than a node, OpenRLHF fully sharded."""
+    plans: dict[System, Callable[[int], PlanConfig]] = {"verl": verl_plan, "openrlhf": openrlhf_plan}
     made = [
         Run(
             experiment=NAME,
@@ -76,7 +78,7 @@ def runs(system: System | None = None) -> tuple[Run, ...]:
             fleet=FleetConfig(slots=gpus, slot_budget_bytes=BUDGET_BYTES),
             plan=plan(gpus),
         )
-        for name, plan in (("verl", verl_plan), ("openrlhf", openrlhf_plan))
+        for name, plan in plans.items()
         for gpus in GPUS
         if system in (None, name)
     ]

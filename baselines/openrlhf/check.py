@@ -1,20 +1,25 @@
-"""Has OpenRLHF's own parser and assertions judge the command lines of experiments/ppo_8b.py: `make baselines-check`."""
+"""Has OpenRLHF's own parser and assertions judge the command lines of experiments/ppo_8b.py: `make baselines-check`.
+
+Then its own logging code writes logs, and every metric in them must have a place in our rows or be named as unplaced.
+"""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from baselines.judging import ask, carry_out, refusals, say
+from baselines.judging import ask, carry_out, logs, refusals, say
 from baselines.openrlhf.command import PROGRAM, argv
 from baselines.openrlhf.environment import ENVIRONMENT
+from baselines.openrlhf.metrics import read
 from experiments import ppo_8b
 from nereus.experiment import Run
 
-PARSE = Path(__file__).with_name("parse.py")
-ANSWERS = ENVIRONMENT.folder.with_name("answers.json")
+PARSE, SAMPLE = Path(__file__).with_name("parse.py"), Path(__file__).with_name("sample.py")
+ANSWERS, LOGS = ENVIRONMENT.folder.with_name("answers.json"), ENVIRONMENT.folder.with_name("sample")
 MISSING = object()
 BAD = {  # commands that OpenRLHF must refuse, else this check shows nothing: what is wrong, and words of its answer
     "an unknown flag": (["--train.no_such_flag", "1"], "unrecognized arguments: --train.no_such_flag"),
@@ -36,7 +41,12 @@ def main() -> int:
     """Makes the environment, asks OpenRLHF, and says what it answered."""
     shared = ppo_8b.runs("openrlhf")
     cases = [*shared, *map(ppo_8b.apart, shared)]
-    return carry_out("OpenRLHF", ENVIRONMENT, lambda python: judge(python, cases))
+    words = argv(shared[0])[len(PROGRAM) :]
+    return carry_out(
+        "OpenRLHF",
+        ENVIRONMENT,
+        lambda python: chain(judge(python, cases), logs(python, SAMPLE, LOGS, read, words)),
+    )
 
 
 def judge(python: Path, cases: Sequence[Run]) -> Iterator[str]:

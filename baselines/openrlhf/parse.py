@@ -9,6 +9,7 @@ and of the layout (`train`); then the policy's loss and the schedules of the rat
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import json
 import runpy
@@ -40,17 +41,17 @@ def _hold_back(inert: type[Any]) -> None:
     """No Ray, no engine and no worker is started: what would start them does nothing, and the trainer ends the program."""
     import openrlhf.trainer.ppo_trainer as trainer  # pyright: ignore[reportMissingImports]
     import openrlhf.trainer.ray as engines  # pyright: ignore[reportMissingImports]
+    import openrlhf.utils  # pyright: ignore[reportMissingImports]
     import ray
-    import ray.util.placement_group as groups
-    from openrlhf import utils  # pyright: ignore[reportMissingImports]
     from openrlhf.trainer.ray import launcher  # pyright: ignore[reportMissingImports]
 
     ray.is_initialized = lambda: True
     ray.get = inert()
-    groups.placement_group = inert()  # type: ignore[assignment]
+    of_groups: Any = importlib.import_module("ray.util.placement_group")  # ray.util has a function of that name
+    of_groups.placement_group = inert()
     launcher.RayActorGroup = inert
     engines.create_vllm_engines = inert()
-    utils.get_strategy = _strategy
+    openrlhf.utils.get_strategy = _strategy
     trainer.PPOTrainer = SimpleNamespace(remote=_accept)
 
 
@@ -69,17 +70,24 @@ def _judged(words: list[str]) -> dict[str, Any]:
     GIVEN.clear()
     try:
         with contextlib.redirect_stderr(errors):
-            runpy.run_module("openrlhf.cli.train_ppo_ray", run_name="__main__", alter_sys=False)
-        return {"job": {}, "refused": "it ended before it made a trainer"}
-    except Accepted:
-        _as_the_workers(GIVEN[0])
-        return {"job": _plain(GIVEN[0]), "refused": ""}
+            _started()
     except SystemExit:
         return {"job": {}, "refused": errors.getvalue().strip().splitlines()[-1]}
     except Exception as error:  # noqa: BLE001 - whatever OpenRLHF raises is its answer
         return {"job": {}, "refused": "".join(traceback.format_exception_only(error)).strip()}
     finally:
         sys.argv = argv
+    return {"job": _plain(GIVEN[0]), "refused": ""}
+
+
+def _started() -> None:
+    """Runs the program until its trainer and its workers would start."""
+    try:
+        runpy.run_module("openrlhf.cli.train_ppo_ray", run_name="__main__", alter_sys=False)
+    except Accepted:
+        _as_the_workers(GIVEN[0])
+    else:
+        raise RuntimeError("it ended before it made a trainer")
 
 
 def _as_the_workers(args: Any) -> None:

@@ -1,4 +1,7 @@
-"""Has verl's own parser judge the command lines of experiments/ppo_8b.py: `make baselines-check`."""
+"""Has verl's own parser judge the command lines of experiments/ppo_8b.py: `make baselines-check`.
+
+Then its own logging code writes logs, and every metric in them must have a place in our rows.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +9,20 @@ import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from baselines.environment import Environment
-from baselines.judging import ask, carry_out, refusals, say
+from baselines.judging import ask, carry_out, logs, refusals, say
 from baselines.verl import environment
 from baselines.verl.command import PROGRAM, Engine, argv
+from baselines.verl.metrics import read
 from experiments import ppo_8b
 from nereus.experiment import Run
 
-PARSE = Path(__file__).with_name("parse.py")
+PARSE, SAMPLE = Path(__file__).with_name("parse.py"), Path(__file__).with_name("sample.py")
+LOGS = environment.FOLDER.with_name("sample")
 MODEL_FOLDER, ANSWERS = environment.FOLDER.with_name("model"), environment.FOLDER.with_name("answers.json")
 MISSING = object()
 Case = tuple[Run, Engine]
@@ -36,7 +42,7 @@ def main() -> int:
     megatron = ppo_8b.runs("verl")
     cases: list[Case] = [*((run, "megatron") for run in megatron), (sharded(megatron[0]), "fsdp")]
     where = Environment(folder=environment.FOLDER, requirements=environment.REQUIREMENTS)
-    return carry_out("verl", where, lambda python: judge(python, cases))
+    return carry_out("verl", where, lambda python: chain(judge(python, cases), logs(python, SAMPLE, LOGS, read)))
 
 
 def sharded(run: Run) -> Run:

@@ -1,29 +1,26 @@
-"""Runs side by side: what their metrics say, as a table with ratios to the first and as a figure.
+"""Runs side by side: what their metrics say, as a table with ratios to the first of its mark and to each baseline.
 
 Everything is taken from the metrics of the steps, under verl's names, so that a local run folder and a W&B run give the
-same numbers, and runs of other systems have their place.
+same numbers, and runs of other systems have their place. Ratios are taken between measured runs and between simulated ones,
+never across: the one would be presented as the other.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass, field
+from itertools import accumulate
 
-from nereus.errors import ConfigError, JournalError
-from nereus.report.summary import (
-    PARITY_MAX,
-    PAUSE_SECONDS,
-    PHASE_PREFIX,
-    REWARD_MEAN,
-    STEP_SECONDS,
-    Row,
-    reward_gain,
+from nereus.report.compare_statistics import (
+    mean,
+    mean_half_width,
+    ratio_of_means_half_width,
+    ratio_of_sums_half_width,
 )
-from nereus.report.wandb_folder import find_wandb_file, read_wandb
-from nereus.runtime.journal import RunFolder
-from nereus.runtime.metrics import STEP, read_metrics
+from nereus.report.compared_run import ComparedRun
+from nereus.report.summary import PARITY_MAX, PAUSE_SECONDS, PHASE_PREFIX, REWARD_MEAN, STEP_SECONDS, reward_gain
+from nereus.runtime.metrics import STEP
 
 TOKENS, CHANGES = "perf/total_num_tokens", "transition/count"
 OTHER = "other"
@@ -34,84 +31,38 @@ PHASE_ORDER = (
     "ref",
     "values",
     "adv",
+    "make_experience",
     "update_critic",
     "update_actor",
+    "ppo_train",
     "update_weights",
 )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ComparedRun:
-    """A run to compare: its rows, one a step, in order. `torn`: its file ends within a record, which is left out."""
-
-    name: str
-    path: Path
-    rows: Sequence[Row]
-    torn: bool = False
+"""`make_experience` and `ppo_train` are OpenRLHF's: from reward to adv, and both updates."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Line:
     """One line of the table: the number of each run by its name (NaN where it has none), and how it is written.
 
-    `text` says what it is, with its unit. `ratios`: a ratio to the first run has a meaning.
+    `text` says what it is, with its unit. `ratios`: a ratio to the first run has a meaning. `half_widths`: of the 95 %
+    confidence intervals, where there are any.
     """
 
     text: str
     by_run: Mapping[str, float]
     write: Callable[[float], str]
     ratios: bool = True
-
-
-def load_run(path: Path) -> ComparedRun:
-    """The run in `path`: a local run folder, an offline W&B run folder, or its `.wandb` file.
-
-    Raises ConfigError where no run is, JournalError where its files are damaged or hold no step.
-    """
-    if not path.exists():
-        raise ConfigError("RUN", str(path), "there is no such file or folder")
-    if RunFolder(path=path).is_run():
-        metrics = RunFolder(path=path).metrics
-        run = ComparedRun(
-            name=path.resolve().name, path=metrics, rows=read_metrics(metrics) if metrics.exists() else []
-        )
-    elif (file := find_wandb_file(path)) is not None:
-        logged = read_wandb(file)
-        run = ComparedRun(name=logged.name, path=file, rows=logged.rows, torn=logged.torn)
-    else:
-        expected = "expected a run folder (config.yaml and events.jsonl) or a W&B run folder (a .wandb file)"
-        raise ConfigError("RUN", str(path), expected)
-    rows = [row for row in run.rows if math.isfinite(row.get(STEP, math.nan))]
-    if not rows:
-        cut = " (it ends in the middle of a record)" if run.torn else ""
-        raise JournalError(f"{run.path}: holds no steps{cut}: nothing to compare")
-    return replace(run, rows=rows)
-
-
-def named(runs: Sequence[ComparedRun], names: Sequence[str] | None) -> tuple[ComparedRun, ...]:
-    """`runs` under the `names` given, else their own, numbered where they repeat.
-
-    Raises ConfigError when names are not one for each run and all different.
-    """
-    if names is not None:
-        if len(names) != len(runs) or len(set(names)) != len(names) or not all(names):
-            raise ConfigError("--names", ",".join(names), f"expected {len(runs)} different names, as a,b")
-        return tuple(replace(run, name=name) for run, name in zip(runs, names, strict=True))
-    own = [run.name for run in runs]
-    numbers = [own[:index].count(name) + 1 for index, name in enumerate(own)]
-    return tuple(
-        replace(run, name=run.name if number == 1 else f"{run.name} ({number})")
-        for run, number in zip(runs, numbers, strict=True)
-    )
+    half_widths: Mapping[str, float] = field(default_factory=dict[str, float])
 
 
 def phase_seconds(run: ComparedRun) -> dict[str, float]:
     """Mean seconds a step of every phase; of all of a step's time, whatever no phase has is `other`.
 
-    A step without a phase counts as 0 for it, so the phases and `other` add up to `mean_step_seconds`.
+    A step without a phase counts as 0 for it, so the phases and `other` add up to `mean_step_seconds`. What verl tells of
+    parts of a phase (timing_s/agent_loop/...) is left out.
     """
     keys = {key for row in run.rows for key in row if key.startswith(PHASE_PREFIX)}
-    known = keys - {STEP_SECONDS, PAUSE_SECONDS}
+    known = {key for key in keys if "/" not in key.removeprefix(PHASE_PREFIX)} - {STEP_SECONDS, PAUSE_SECONDS}
     order = {f"{PHASE_PREFIX}{phase}": place for place, phase in enumerate(PHASE_ORDER)}
     phases = {
         key.removeprefix(PHASE_PREFIX): sum(_column(run, key)) / len(run.rows)
@@ -123,7 +74,20 @@ def phase_seconds(run: ComparedRun) -> dict[str, float]:
 
 def mean_step_seconds(run: ComparedRun) -> float:
     """Mean seconds of a step, without the pause of a change before it; NaN where no step tells."""
-    return _mean(_column(run, STEP_SECONDS))
+    return mean(step_seconds(run))
+
+
+def step_seconds(run: ComparedRun) -> list[float]:
+    """The seconds of every step that tells them."""
+    return _column(run, STEP_SECONDS)
+
+
+def step_ends(run: ComparedRun) -> dict[int, float]:
+    """Seconds from the first step's beginning to the end of each, pauses included; none if a step does not tell its own."""
+    seconds = [row.get(STEP_SECONDS, math.nan) + row.get(PAUSE_SECONDS, 0.0) for row in run.rows]
+    if not all(map(math.isfinite, seconds)):
+        return {}
+    return dict(zip((int(row[STEP]) for row in run.rows), accumulate(seconds), strict=True))
 
 
 def pauses(run: ComparedRun) -> dict[int, float]:
@@ -141,29 +105,83 @@ def lines(runs: Sequence[ComparedRun]) -> tuple[Line, ...]:
     """The table of `runs`, whose names differ: a phase that no run has, and a number that no run tells, has no line."""
     phases = {run.name: phase_seconds(run) for run in runs}
     names = dict.fromkeys(name for by_name in phases.values() for name in by_name if name != OTHER)
+    sure = _each(runs, lambda run: mean_half_width(step_seconds(run)))
     table = [
         Line(text="steps", by_run=_each(runs, lambda run: len(run.rows)), write=_whole, ratios=False),
-        Line(text="seconds a step", by_run=_each(runs, mean_step_seconds), write=_fixed),
+        Line(text="seconds a step", by_run=_each(runs, mean_step_seconds), write=_fixed, half_widths=sure),
     ]
     for name in (*names, OTHER):
         by_run = {run: by_name.get(name, math.nan) for run, by_name in phases.items()}
         table.append(Line(text=f"  {name}", by_run=by_run, write=_fixed))
-    table.append(Line(text="tokens/s", by_run=_each(runs, _tokens_per_second), write=_three))
+    table.append(
+        Line(
+            text="tokens/s",
+            by_run=_each(runs, tokens_per_second),
+            write=_three,
+            half_widths=_each(runs, tokens_half_width),
+        )
+    )
     table += [*_reward_lines(runs), *_transition_lines(runs)]
     parity = _each(runs, lambda run: max(_column(run, PARITY_MAX), default=math.nan))
     table.append(Line(text="parity, max |dlogp|", by_run=parity, write=lambda value: f"{value:.2e}", ratios=False))
+    table += _baseline_lines(runs)
     return tuple(line for line in table if any(map(math.isfinite, line.by_run.values())))
 
 
-def render(runs: Sequence[ComparedRun]) -> str:
-    """The table as text: numbers of each run, after the first with the ratio to the first."""
-    rows = [("", *(run.name for run in runs))]
+def cells(runs: Sequence[ComparedRun]) -> list[tuple[str, ...]]:
+    """The table as text, row by row: names, marks, then the numbers of each run, with the ratio to the first of its mark."""
+    rows = [("", *(run.name for run in runs)), ("", *(f"{run.system}, {run.mark}" for run in runs))]
+    firsts = {run.mark: run for run in reversed(runs)}
     for line in lines(runs):
-        rows.append((line.text, *(_cell(line, run.name, runs[0].name) for run in runs)))
+        rows.append((line.text, *(_cell(line, run, firsts[run.mark]) for run in runs)))
+    return rows
+
+
+def notes(runs: Sequence[ComparedRun]) -> list[str]:
+    """What a reader of the table must know."""
+    text = [f"{run.name}: {run.path} ends in the middle of a record, which is left out" for run in runs if run.torn]
+    if any(line.half_widths for line in lines(runs)):
+        text.append("±: 95 % confidence, from the steps of each run")
+    marks = {run.mark for run in runs}
+    if len(marks) > 1:
+        text.append("no ratio is taken between a measured and a simulated run")
+    if "simulated" in marks:
+        text.append("simulated: the figures of a model, no step of these runs took place")
+    for run in runs:
+        if run.unplaced:
+            text.append(f"{run.name}: metrics without a column here: {', '.join(run.unplaced)}")
+    return text
+
+
+def render(runs: Sequence[ComparedRun]) -> str:
+    """The table as text, and its notes."""
+    rows = cells(runs)
     widths = [max(len(row[column]) for row in rows) for column in range(len(runs) + 1)]
-    text = [_aligned(row, widths) for row in rows]
-    text += [f"{run.name}: {run.path} ends in the middle of a record, which is left out" for run in runs if run.torn]
-    return "\n".join(text) + "\n"
+    return "\n".join([*(_aligned(row, widths) for row in rows), *notes(runs)]) + "\n"
+
+
+def tokens_per_second(run: ComparedRun) -> float:
+    """All tokens over all seconds of the steps that tell both; pauses are not in it."""
+    tokens, seconds = _tokens_and_seconds(run)
+    return sum(tokens) / sum(seconds) if sum(seconds) > 0 else math.nan
+
+
+def tokens_half_width(run: ComparedRun) -> float:
+    """Of the 95 % confidence interval of `tokens_per_second`."""
+    return ratio_of_sums_half_width(*_tokens_and_seconds(run))
+
+
+def _baseline_lines(runs: Sequence[ComparedRun]) -> list[Line]:
+    """For every run of another system, how many of its steps a run of the same mark does in the time of one."""
+    made: list[Line] = []
+    for baseline in (run for run in runs if run.system != "nereus"):
+        alike = {run.name: run for run in runs if run.mark == baseline.mark and run.name != baseline.name}
+        theirs = step_seconds(baseline)
+        ratios = _each(runs, lambda run: mean(theirs) / mean_step_seconds(run) if run.name in alike else math.nan)  # noqa: B023
+        sure = {name: ratio_of_means_half_width(theirs, step_seconds(run)) for name, run in alike.items()}
+        text = f"as fast as {baseline.name}"
+        made.append(Line(text=text, by_run=ratios, write=lambda x: f"{x:.2f}x", ratios=False, half_widths=sure))
+    return made
 
 
 def _reward_lines(runs: Sequence[ComparedRun]) -> list[Line]:
@@ -174,9 +192,13 @@ def _reward_lines(runs: Sequence[ComparedRun]) -> list[Line]:
     steps += " step" if steps == "1" else " steps"
     first = {run: math.nan if gain is None else gain.first_reward for run, gain in gains.items()}
     last = {run: math.nan if gain is None else gain.last_reward for run, gain in gains.items()}
+    told = {run.name: list(rewards(run).values()) for run in runs}
+    count = {run: 0 if gain is None else gain.window_steps for run, gain in gains.items()}
+    sure_first = {run: mean_half_width(each[: count[run]]) for run, each in told.items()}
+    sure_last = {run: mean_half_width(each[len(each) - count[run] :]) for run, each in told.items()}
     return [
-        Line(text=f"reward, first {steps}", by_run=first, write=_fixed, ratios=False),
-        Line(text=f"reward, last {steps}", by_run=last, write=_fixed, ratios=False),
+        Line(text=f"reward, first {steps}", by_run=first, write=_fixed, ratios=False, half_widths=sure_first),
+        Line(text=f"reward, last {steps}", by_run=last, write=_fixed, ratios=False, half_widths=sure_last),
     ]
 
 
@@ -202,24 +224,24 @@ def _pause_fraction(run: ComparedRun) -> float:
     return paused_seconds / whole_seconds if whole_seconds > 0 else math.nan
 
 
-def _tokens_per_second(run: ComparedRun) -> float:
-    """All tokens over all seconds of the steps that tell both; pauses are not in it."""
+def _tokens_and_seconds(run: ComparedRun) -> tuple[list[float], list[float]]:
     told = [row for row in run.rows if math.isfinite(row.get(TOKENS, math.nan) + row.get(STEP_SECONDS, math.nan))]
-    seconds = sum(row[STEP_SECONDS] for row in told)
-    return sum(row[TOKENS] for row in told) / seconds if seconds > 0 else math.nan
+    return [row[TOKENS] for row in told], [row[STEP_SECONDS] for row in told]
 
 
 def _each(runs: Sequence[ComparedRun], number: Callable[[ComparedRun], float]) -> dict[str, float]:
     return {run.name: number(run) for run in runs}
 
 
-def _cell(line: Line, name: str, first_name: str) -> str:
-    value, first = line.by_run[name], line.by_run[first_name]
+def _cell(line: Line, run: ComparedRun, first: ComparedRun) -> str:
+    value, of_first = line.by_run[run.name], line.by_run[first.name]
     if not math.isfinite(value):
         return "-"
-    if name == first_name or not line.ratios or not math.isfinite(first) or first == 0:
-        return line.write(value)
-    return f"{line.write(value)} ({value / first:.2f}x)"
+    half_width = line.half_widths.get(run.name, math.nan)
+    text = line.write(value) + (f" ±{line.write(half_width)}" if math.isfinite(half_width) else "")
+    if run.name == first.name or not line.ratios or not math.isfinite(of_first) or of_first == 0:
+        return text
+    return f"{text} ({value / of_first:.2f}x)"
 
 
 def _fixed(value: float) -> str:
@@ -236,10 +258,6 @@ def _whole(value: float) -> str:
 
 def _column(run: ComparedRun, key: str) -> list[float]:
     return [row[key] for row in run.rows if math.isfinite(row.get(key, math.nan))]
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values) if values else math.nan
 
 
 def _aligned(row: Sequence[str], widths: Sequence[int]) -> str:

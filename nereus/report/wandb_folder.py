@@ -12,7 +12,7 @@ import json
 import math
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,8 @@ from nereus.runtime.metrics import STEP
 MAGIC, HEADER_BYTES = b":W&B", 7
 BLOCK_BYTES, CHUNK_HEADER_BYTES = 32768, 7
 WHOLE, FIRST, MIDDLE, LAST = 1, 2, 3, 4
+AXES = (STEP, "train/global_step")
+"""What numbers the steps: Nereus and verl have the first, OpenRLHF the second."""
 RUN_FOLDERS = ("run-*", "offline-run-*")
 
 
@@ -31,13 +33,14 @@ RUN_FOLDERS = ("run-*", "offline-run-*")
 class WandbRun:
     """What a W&B run logged: its name and one row a step, in order; `torn` when the file ends within a record.
 
-    Numbers only, by metric; what is not finite is NaN, as in metrics.jsonl.
+    Numbers only, by metric; what is not finite is NaN, as in metrics.jsonl. `settings`: the run's config in W&B.
     """
 
     path: Path
     name: str
     rows: tuple[dict[str, float], ...]
     torn: bool
+    settings: dict[str, Any] = field(default_factory=dict[str, Any])
 
 
 def find_wandb_file(path: Path) -> Path | None:
@@ -47,15 +50,20 @@ def find_wandb_file(path: Path) -> Path | None:
     """
     if path.is_file():
         return path if path.suffix == ".wandb" else None
-    deeper = [f"{below}{folder}/*.wandb" for below in ("", "wandb/") for folder in RUN_FOLDERS]
+    found = wandb_files(path)
+    if len(found) > 1:
+        names = ", ".join(str(file.relative_to(path)) for file in found)
+        raise ConfigError("RUN", str(path), f"has several W&B runs, expected one of {names}")
+    return found[0] if found else None
+
+
+def wandb_files(folder: Path) -> list[Path]:
+    """The `.wandb` files of `folder`: in it, else in its W&B run folders or in those of its `wandb/`; sorted."""
+    deeper = [f"{below}{run}/*.wandb" for below in ("", "wandb/") for run in RUN_FOLDERS]
     for patterns in (["*.wandb"], deeper):
-        found = sorted({file for pattern in patterns for file in path.glob(pattern)})
-        if len(found) > 1:
-            names = ", ".join(str(file.relative_to(path)) for file in found)
-            raise ConfigError("RUN", str(path), f"has several W&B runs, expected one of {names}")
-        if found:
-            return found[0]
-    return None
+        if found := sorted({file for pattern in patterns for file in folder.glob(pattern)}):
+            return found
+    return []
 
 
 def read_wandb(path: Path) -> WandbRun:
@@ -68,6 +76,7 @@ def read_wandb(path: Path) -> WandbRun:
     if not data.startswith(MAGIC):
         raise JournalError(f"{path}: expected a W&B file, which begins with {MAGIC.decode()}")
     name, steps, torn = "", {}, False
+    settings: dict[str, Any] = {}
     for message in _messages(data, path):
         if message is None:
             torn = True
@@ -79,11 +88,13 @@ def read_wandb(path: Path) -> WandbRun:
         kind = record.WhichOneof("record_type")
         if kind == "run":
             name = record.run.display_name or record.run.run_id
+            settings = {item.key: json.loads(item.value_json) for item in record.run.config.update if item.key}
         elif kind == "history":
             row = _numbers(record.history.item)
-            if not math.isnan(step := row.get(STEP, math.nan)):
+            step = next((row[axis] for axis in AXES if axis in row), math.nan)
+            if not math.isnan(step):
                 steps.setdefault(step, {}).update(row)  # a step may be logged in several records
-    return WandbRun(path=path, name=name or path.stem, rows=tuple(steps.values()), torn=torn)
+    return WandbRun(path=path, name=name or path.stem, rows=tuple(steps.values()), torn=torn, settings=settings)
 
 
 def _numbers(items: Any) -> dict[str, float]:

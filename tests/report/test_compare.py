@@ -10,8 +10,9 @@ import pytest
 from nereus.cli.main import main
 from nereus.config import Config, LoggerConfig, RunConfig
 from nereus.errors import ConfigError, JournalError
-from nereus.report.compare import ComparedRun, lines, load_run, named, phase_seconds, render
+from nereus.report.compare import lines, phase_seconds, render
 from nereus.report.compare_figure import draw
+from nereus.report.compared_run import ComparedRun, load_run, named
 from nereus.report.wandb_folder import BLOCK_BYTES, find_wandb_file, read_wandb
 from nereus.runtime.journal import Journal, RunFolder
 from nereus.runtime.metrics import open_metrics
@@ -95,9 +96,9 @@ def test_arithmetic() -> None:
 def test_the_table() -> None:
     text = render([FIXED, LIVE])
     cells = {line[:24].strip(): line[24:].split() for line in text.splitlines()}
-    assert cells["seconds a step"] == ["2.000", "1.500", "(0.75x)"]
+    assert cells["seconds a step"] == ["2.000", "±0.000", "1.500", "±0.919", "(0.75x)"], "3.182 sqrt(1/3) / sqrt(4)"
     assert cells["pause, seconds"] == ["0.000", "2.000"], "no ratio to nothing"
-    assert cells["reward, last 2 steps"] == ["0.350", "0.350"]
+    assert cells["reward, last 2 steps"] == ["0.350", "±0.635", "0.350", "±0.635"], "12.706 times 0.05"
     assert not [line for line in text.splitlines() if len(line) > 100]
 
 

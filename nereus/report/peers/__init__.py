@@ -1,0 +1,1 @@
+"""Other systems' logs, under Nereus's metric names."""
