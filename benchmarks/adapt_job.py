@@ -45,13 +45,13 @@ from nereus.validate import validate
 from nereus.world import drive
 
 SLOTS = 4
-BUDGET_BYTES = 90_000_000
+BUDGET_BYTES = 82_000_000
 """Of a slot: DP4 with whole mini-batches fits while responses are short, and does not when they are long."""
-SAMPLES = 100
+SAMPLES = 200
 MINI_BATCHES = 1
-WHOLE, SMALL = 32, 8
+WHOLE, SMALL = 64, 16
 """Most rows of a micro-batch: all that a replica has, and so few that long ones fit."""
-SHORT_TOKENS, LONG_TOKENS = 7, 15
+SHORT_TOKENS, LONG_TOKENS = 7, 23
 S = StageConfig
 
 
@@ -73,7 +73,7 @@ class Segment:
 
 def schedule_of(steps: int) -> tuple[Segment, ...]:
     """The schedule, over so many steps."""
-    at = [1 + steps * part // 10 for part in (0, 3, 5, 6, 8)]
+    at = [1 + steps * part // 20 for part in (0, 5, 8, 10, 14)]
     return (
         Segment(name="four slots", first_step=at[0]),
         Segment(name="slot 3 is away", first_step=at[1], slots=3),
@@ -112,7 +112,7 @@ PLANS: dict[str, PlanConfig] = {
     "PP2·DP2": stages(S(pp=2, dp=2, micro_batch=SMALL), S(dp=4)),
     f"DP4 mb{WHOLE}": wide(4, WHOLE),
     f"DP4 mb{SMALL}": wide(4),
-    "DP4 29/17/27/27": by_share(29, 17, 27, 27),
+    "DP4 58/32/55/55": by_share(58, 32, 55, 55),
     f"DP3 mb{SMALL}": wide(3),
     "DP3 without 1": wide(3, slots=(0, 2, 3)),
 }
@@ -158,7 +158,7 @@ def job(plan: PlanConfig, steps: int, seed: int, policy: NereusConfig, fleet: Fl
             max_response_tokens=SHORT_TOKENS,
         ),
         algorithm=AlgorithmConfig(mini_batches=MINI_BATCHES, actor_lr=1e-4, critic_lr=1e-4),
-        model=ModelConfig(),
+        model=ModelConfig(layers=2),
         warmup=WarmupConfig(steps=0),
         fleet=fleet,
         plan=plan,
