@@ -33,7 +33,6 @@ OURS, OTHER, SETTLED = "nereus", "dp-scaling", "settled-plan"
 PANELS = {
     "noise": "noise of the truth, times",
     "link": "links, times what is believed",
-    "engine": "engines' overhead, times",
     "pace": "time between fleet changes, times",
     "steps": "steps of the job",
 }
@@ -137,7 +136,7 @@ def panel(axes: Axes, name: str) -> None:
 
 def drawn() -> Figure:
     """The figure."""
-    figure = Figure(figsize=(11, 2.9), layout="constrained")
+    figure = Figure(figsize=(9.5, 2.9), layout="constrained")
     every = figure.subplots(1, len(PANELS), sharey=True)
     for axes, name in zip(every, PANELS, strict=True):
         panel(axes, name)
