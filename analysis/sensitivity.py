@@ -89,7 +89,8 @@ def points(name: str) -> list[tuple[float, list[float]]]:
 kind = "SAMPLE DATA, not to be quoted; " if SOURCE.sample else ""
 print(f"{NAME}: {kind}simulated, {len(SOURCE.runs)} runs: {SOURCE.command}")
 print(f"gain of nereus over dp-scaling, mean of {len(SEEDS)} seeds (least to most); paper, abstract: {PAPER_GAIN:.1%}")
-for name, label in PANELS.items():
+VARIED = {name: label for name, label in PANELS.items() if sum(bool(found) for _, found in points(name)) > 1}
+for name, label in VARIED.items():
     print(label)
     for value, found in points(name):
         mean = average(found)
@@ -99,7 +100,8 @@ for other, words in (
     (OTHER, "dp-scaling, which keeps the recipe's plan"),
     (SETTLED, "the plan on which searches settle"),
 ):
-    print(f"steady fleet, lengths that stay: {average(gains('steady-1', other)):+.1%} beside {words}")
+    if gains("steady-1", other):
+        print(f"steady fleet, lengths that stay: {average(gains('steady-1', other)):+.1%} beside {words}")
 print("runs that did not do all their steps, and count nowhere:", "; ".join(LOST) or "none")
 
 # %% [markdown]
@@ -137,8 +139,8 @@ def panel(axes: Axes, name: str) -> None:
 def drawn() -> Figure:
     """The figure."""
     figure = Figure(figsize=(9.5, 2.9), layout="constrained")
-    every = figure.subplots(1, len(PANELS), sharey=True)
-    for axes, name in zip(every, PANELS, strict=True):
+    every = figure.subplots(1, len(VARIED), sharey=True, squeeze=False)[0]
+    for axes, name in zip(every, VARIED, strict=True):
         panel(axes, name)
     every[0].set_ylabel("less seconds a step, %")
     figure.suptitle(
