@@ -33,7 +33,6 @@ OURS, OTHER, SETTLED = "nereus", "dp-scaling", "settled-plan"
 PANELS = {
     "noise": "noise of the truth, times",
     "link": "links, times what is believed",
-    "engine": "engines' overhead, times",
     "pace": "time between fleet changes, times",
     "steps": "steps of the job",
 }
@@ -43,6 +42,7 @@ PANELS = {
 
 # %%
 TABLE, SOURCE = measured_or_sample(HERE.parent / "runs" / NAME / "table.parquet", HERE / "data" / f"{NAME}.parquet")
+WHOLE = round(max(TABLE.filter(pl.col("metric") == "run/steps_count")["value"].to_list()))
 
 
 def latencies() -> dict[tuple[str, str, int], float]:
@@ -52,19 +52,31 @@ def latencies() -> dict[tuple[str, str, int], float]:
     for variant, seed, metric, value in rows.iter_rows():
         scene, number, policy = variant.split("-", 2)
         found.setdefault((f"{scene}-{number}", policy, seed), {})[metric] = value
-    return {key: run["run/seconds"] / run["run/steps_count"] for key, run in found.items() if run["run/steps_count"]}
+    return {key: run["run/seconds"] / run["run/steps_count"] for key, run in found.items() if ended(key[0], run)}
+
+
+def ended(scene: str, run: dict[str, float]) -> bool:
+    """Whether a run did all its steps: one whose plans overflow again and again, or whose fleet never comes back, does not."""
+    name, number = scene.split("-")
+    return run["run/steps_count"] == (float(number) if name == "steps" else WHOLE)
 
 
 LATENCY = latencies()
-SEEDS = sorted({seed for _, _, seed in LATENCY})
-SCENES = list(dict.fromkeys(scene for scene, _, _ in LATENCY))
-WHOLE = round(max(TABLE.filter(pl.col("metric") == "run/steps_count")["value"].to_list()))
+SEEDS = sorted(set(TABLE["seed"]))
+SCENES = list(dict.fromkeys(variant.rsplit("-", 1)[0] for variant in TABLE["variant"] if variant.endswith(f"-{OURS}")))
+RUNS = {(variant, seed) for variant, seed in TABLE.select("variant", "seed").unique().iter_rows()}
+LOST = sorted(f"{v}, seed {s}" for v, s in RUNS if ("-".join(v.split("-")[:2]), v.split("-", 2)[2], s) not in LATENCY)
 
 
 def gains(scene: str, other: str = OTHER) -> list[float]:
     """By how much less nereus takes a step, seed by seed."""
     pairs = [(LATENCY.get((scene, OURS, seed)), LATENCY.get((scene, other, seed))) for seed in SEEDS]
     return [1 - ours / theirs for ours, theirs in pairs if ours is not None and theirs is not None]
+
+
+def average(found: list[float]) -> float:
+    """The mean; NaN where no seed of both policies ended."""
+    return sum(found) / len(found) if found else float("nan")
 
 
 def points(name: str) -> list[tuple[float, list[float]]]:
@@ -77,17 +89,20 @@ def points(name: str) -> list[tuple[float, list[float]]]:
 kind = "SAMPLE DATA, not to be quoted; " if SOURCE.sample else ""
 print(f"{NAME}: {kind}simulated, {len(SOURCE.runs)} runs: {SOURCE.command}")
 print(f"gain of nereus over dp-scaling, mean of {len(SEEDS)} seeds (least to most); paper, abstract: {PAPER_GAIN:.1%}")
-for name, label in PANELS.items():
+VARIED = {name: label for name, label in PANELS.items() if sum(bool(found) for _, found in points(name)) > 1}
+for name, label in VARIED.items():
     print(label)
     for value, found in points(name):
-        mean = sum(found) / len(found) if found else float("nan")
+        mean = average(found)
         spread = f"({min(found):+.1%} to {max(found):+.1%})" if found else ""
         print(f"  {value:>7g}  {mean:+7.1%}  {spread}")
-steady, learning = gains("steady-1"), gains("steady-1", SETTLED)
-print(
-    f"steady fleet, lengths that stay: {sum(steady) / len(steady):+.1%} over dp-scaling, which keeps the recipe's plan"
-)
-print(f"  beside the plan on which searches settle, from the first step on: {sum(learning) / len(learning):+.1%}")
+for other, words in (
+    (OTHER, "dp-scaling, which keeps the recipe's plan"),
+    (SETTLED, "the plan on which searches settle"),
+):
+    if gains("steady-1", other):
+        print(f"steady fleet, lengths that stay: {average(gains('steady-1', other)):+.1%} beside {words}")
+print("runs that did not do all their steps, and count nowhere:", "; ".join(LOST) or "none")
 
 # %% [markdown]
 # ## Where adapting does not pay
@@ -110,7 +125,7 @@ def panel(axes: Axes, name: str) -> None:
     """One thing varied."""
     found = points(name)
     at = [value or 0.125 * min(v for v, _ in found if v) for value, _ in found]
-    axes.plot(at, [100 * sum(g) / len(g) if g else float("nan") for _, g in found], "-", color="tab:blue")
+    axes.plot(at, [100 * average(each) for _, each in found], "-", color="tab:blue")
     for place, (_, each) in zip(at, found, strict=True):
         axes.plot([place] * len(each), [100 * gain for gain in each], ".", color="tab:blue")
     axes.axhline(0.0, color="0.3", linewidth=1)
@@ -123,9 +138,9 @@ def panel(axes: Axes, name: str) -> None:
 
 def drawn() -> Figure:
     """The figure."""
-    figure = Figure(figsize=(11, 2.9), layout="constrained")
-    every = figure.subplots(1, len(PANELS), sharey=True)
-    for axes, name in zip(every, PANELS, strict=True):
+    figure = Figure(figsize=(9.5, 2.9), layout="constrained")
+    every = figure.subplots(1, len(VARIED), sharey=True, squeeze=False)[0]
+    for axes, name in zip(every, VARIED, strict=True):
         panel(axes, name)
     every[0].set_ylabel("less seconds a step, %")
     figure.suptitle(

@@ -1,7 +1,7 @@
 """When does adapting pay? nereus and dp-scaling in one scene, of which one thing at a time is made stronger or weaker.
 
 The scene is 8B PPO on a trace of 64 GPUs whose responses grow. Varied: the truth's noise; how far the truth is from what the
-controller believes at first (links beside their data sheets, what engines take beside kernels); how fast the fleet changes;
+controller believes at first (links beside their data sheets); how fast the fleet changes;
 how long the job is; and a fleet and lengths that do not change at all, where the plan on which searches settle is beside
 both. The controller's prior is the same in all. Everything is simulated.
 
@@ -22,7 +22,7 @@ TRACES = Path(__file__).with_name("traces")
 POLICIES = ("nereus", "dp-scaling")
 SEEDS = (1, 2)
 STEPS = 80
-RATIOS = {"noise": (0.0, 4.0), "link": (0.25, 4.0), "engine": (0.25, 4.0), "pace": (0.25, 4.0)}
+RATIOS = {"noise": (0.0, 4.0), "link": (0.25, 4.0), "pace": (0.25, 4.0)}
 """What is varied, a scene's `..._ratio`, by how much; 1 is the scene itself."""
 LENGTHS = (20, 40)
 """Shorter jobs, in steps; the fleet and the lengths of a step stay."""

@@ -124,13 +124,13 @@ class SimulatedWorld:
         self.env.process(self._play())
         self._queue.append(JobReady(at_seconds=self.env.now, step=1))
         while not self._finished:
-            while not self._queue:
-                if self.env.peek() == float("inf"):
-                    self.stands_still = True
-                    self._log("run_stopped", reason="stands still", steps=self.steps_done)
-                    return
+            if self._queue:
+                yield self._queue.popleft()
+            elif self.env.peek() < float("inf"):
                 self.env.step()
-            yield self._queue.popleft()
+            else:
+                self._finished = self.stands_still = True
+                self._log("run_stopped", reason="stands still", steps=self.steps_done)
 
     def submit(self, command: Command | AdaptiveCommand) -> None:
         """Begins to carry out a command."""

@@ -162,3 +162,13 @@ def test_layouts_matter_as_one_would_think() -> None:
 def test_hidden_terms_are_told() -> None:
     assert len(HIDDEN_TERMS) >= 10
     assert all(text[0].islower() for text in HIDDEN_TERMS.values())
+
+
+def test_an_overflow_is_the_last_line_whatever_the_fleet_does_later() -> None:
+    config = job(steps=3)
+    made, kept = world(config, [(0, 2), (5000, 1)], renumbered=True, memory_bytes=20 << 30)
+    drive(Controller(config), made)
+    assert kept.kinds("out_of_memory")
+    assert kept.events[-1]["kind"] == "run_stopped"
+    assert kept.events[-1]["reason"] == "out of memory"
+    assert made.env.now < 5000
