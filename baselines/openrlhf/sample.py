@@ -9,6 +9,7 @@ The numbers are nobody's performance; tests/baselines/samples has what this wrot
 
 from __future__ import annotations
 
+import importlib
 import json
 import logging
 import os
@@ -32,7 +33,6 @@ SMALLER = {  # in place of what the command line says, so that one process on a 
     "--data.max_len": [PROMPT_TOKENS + LONGEST],
 }
 LEFT_OUT = ("--train.dynamic_batch_enable", "--ds.packing_samples")  # they want process groups and flash attention
-FOLDERS = ("WANDB_DIR", "WANDB_DATA_DIR", "WANDB_CACHE_DIR", "WANDB_ARTIFACT_DIR")
 BASIC = ("WANDB_MODE", "offline"), ("WANDB_API_KEY", "0" * 40), ("WANDB_SILENT", "true"), ("WANDB_CONSOLE", "off")
 QUIET = (
     "WANDB__DISABLE_STATS",
@@ -53,7 +53,7 @@ def main() -> None:
 
     trainer_class = of_trainer.PPOTrainer.__ray_metadata__.modified_class
     with tempfile.TemporaryDirectory() as wandb_folder:
-        os.environ.update({**dict(BASIC), **dict.fromkeys(QUIET, "true"), **dict.fromkeys(FOLDERS, wandb_folder)})
+        os.environ.update({**dict(BASIC), **dict.fromkeys(QUIET, "true"), "WANDB_DIR": wandb_folder})
         parse["_hold_back"](absent["Inert"])
         judged = parse["_judged"](_smaller(json.load(sys.stdin)))
         if judged["refused"]:
@@ -62,6 +62,7 @@ def main() -> None:
         console.setFormatter(of_trainer.logger.handlers[0].formatter)
         of_trainer.logger.addHandler(console)
         _trainer(trainer_class, parse["GIVEN"][0]).fit()
+        importlib.import_module("wandb").teardown()  # its process has written everything when it has ended
         (file,) = Path(wandb_folder).glob("wandb/offline-run-*/*.wandb")
         shutil.copy(file, folder / "run.wandb")
 
