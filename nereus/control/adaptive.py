@@ -55,6 +55,7 @@ class Adaptive:
         self.evident = False
         self._due: str | None = None
         self._answer: SearchDone | None = None
+        self._answered_steps = 0  # how many were measured when it came
         self._near: tuple[str, int] | None = None  # the nearest when all were weighed, and how many steps ago
         self._foreseen = False  # a search was asked for because the plan stops fitting
         self._counted = True  # the regret of the last step
@@ -137,6 +138,7 @@ class Adaptive:
     def answered(self, answer: SearchDone) -> None:
         """Meets the candidates."""
         self._due, self._answer, self._bars, self._near = None, answer, None, None
+        self._answered_steps = self.measured_steps
         ran = {name: kind for name, kind in self._kinds.items() if name in self._ran}
         self._kinds = {**ran, **{c.plan_id: c.kind for c in answer.candidates}}
         self.outlook = self.outlook.met(answer.candidates)
@@ -191,6 +193,8 @@ class Adaptive:
             weighed = self._weighed(situation)
             admission = self._admission(situation, weighed)
         self._weighed_all(weighed)
+        if self._is_spent(situation, weighed):
+            self._due = "no candidate of the last answer may be used any more"
         entries = self._take_entries(situation, admission, weighed)
         if isinstance(admission, Rejected):
             action = "wait" if situation.broken or self._misfit_now(situation) else "stay"
@@ -202,6 +206,11 @@ class Adaptive:
         plan_id = admission.chosen.plan_id
         plan = next(c.plan for c in answer.candidates if c.plan_id == plan_id)
         return Choice(action="move", plan=plan, plan_id=plan_id, reason=_why(admission), entries=entries)
+
+    def _is_spent(self, situation: Situation, weighed: tuple[Weighed, ...]) -> bool:
+        """Whether steps since the answer have barred every candidate of it, and a change is needed: others may be left."""
+        needed = situation.broken or situation.pressing or situation.leaving_slots or self._forecast(situation)
+        return bool(needed and weighed and nearest(weighed) is None and self.measured_steps > self._answered_steps)
 
     def _near_id(self) -> str | None:
         """The one candidate to weigh; None for all of them."""

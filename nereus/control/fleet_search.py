@@ -30,6 +30,8 @@ MET_COUNT = 8
 """How many plans of different layouts the planner answers."""
 PRICED_COUNT, MANY_SLOTS, FEW_PRICED_COUNT = 6, 128, 3
 """So many graphs are made in one search; on more than MANY_SLOTS slots fewer."""
+ALTERNATIVES_COUNT = 3
+"""So many are priced even if none can be better than the first: memory or a failed change may bar that one."""
 FLEET_SPACE = Space(recomputes=("none",), shardings=("optimizer",), pools=False)
 """What a Plan can say: all stages share the slots, nothing is recomputed or fully sharded."""
 
@@ -142,7 +144,7 @@ class _FleetSearch:
         kept: list[tuple[float, Candidate]] = []
         seen = set[object]()
         for name in sorted(bounds, key=lambda each: (bounds[each], each)):
-            if not left or (kept and bounds[name] >= kept[0][0]):
+            if not left or (len(kept) >= ALTERNATIVES_COUNT and bounds[name] >= kept[0][0]):
                 break
             step, plan = self.met[name]
             if (cut := tuple((stage.layout, stage.slots) for _, stage in plan.stages())) in seen:
