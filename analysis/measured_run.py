@@ -24,6 +24,7 @@ import math
 import os
 import sys
 from pathlib import Path
+from statistics import median
 
 import polars as pl
 from matplotlib.axes import Axes
@@ -98,7 +99,7 @@ def layout(step: int) -> str:
 def error_share(first: int, last: int) -> float:
     """The median of |predicted / measured - 1| over these steps."""
     errors = [abs(value) for step, value in column("plan/error/step").items() if first <= step <= last]
-    return pl.Series(errors, dtype=pl.Float64).median() or math.nan
+    return median(errors) if errors else math.nan
 
 
 # %%

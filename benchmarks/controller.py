@@ -154,6 +154,10 @@ class PlannerOutlook:
         del step, width_tokens
         return self
 
+    def overflowed(self, plan_id: str, used_bytes: int) -> PlannerOutlook:
+        del plan_id, used_bytes
+        return self
+
 
 class EventWorld:
     """Answers commands at once; a node comes and goes, notices and alarms come in between. Searches are answered from a list."""

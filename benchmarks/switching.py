@@ -237,6 +237,9 @@ class SwitchingOutlook:
     def met_rows(self, step: int, width_tokens: int) -> SwitchingOutlook:  # noqa: ARG002
         return self
 
+    def overflowed(self, plan_id: str, used_bytes: int) -> SwitchingOutlook:  # noqa: ARG002
+        return self
+
     def misfit(self, plan_id: str, step: int) -> Misfit | None:  # noqa: ARG002
         capacity = self.trace.capacity[self.trace.index[plan_id]]
         if not self.seen or capacity == np.inf:

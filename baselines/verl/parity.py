@@ -15,7 +15,7 @@ import sys
 import time
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -233,7 +233,7 @@ def beyond(found: dict[str, dict[str, float]]) -> Iterator[str]:
                 yield f"{name}: {kind} differ by {kinds[kind]:.1e}, the bound is {bound:.0e}"
 
 
-def shows_nothing(clipped: dict[str, dict[str, float]], control: dict[str, float]) -> Iterator[str]:
+def shows_nothing(clipped: Mapping[str, Mapping[str, float]], control: Mapping[str, float]) -> Iterator[str]:
     """Why the comparison would miss an error: a clip that is never active, or other settings that pass too."""
     for clip in CLIPS:
         if not any(kinds[clip] > 0 for kinds in clipped.values()):

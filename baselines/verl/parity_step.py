@@ -26,10 +26,10 @@ import torch.distributed as dist
 from omegaconf import OmegaConf
 from safetensors import safe_open
 from safetensors.torch import save_file
-from tensordict import TensorDict
+from tensordict import TensorDict  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
-from verl import DataProto  # pyright: ignore[reportMissingImports]
+from verl import DataProto  # pyright: ignore[reportMissingImports, reportAttributeAccessIssue]
 from verl.trainer.ppo import core_algos  # pyright: ignore[reportMissingImports]
 from verl.trainer.ppo.ray_trainer import (  # pyright: ignore[reportMissingImports]
     apply_kl_penalty,

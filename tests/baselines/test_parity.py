@@ -93,7 +93,7 @@ def test_not_a_number_is_beyond_every_bound() -> None:
 
 
 def test_a_comparison_that_shows_nothing() -> None:
-    active = {"one": dict.fromkeys(CLIPS, 0.1)}
+    active: dict[str, dict[str, float]] = {"one": dict.fromkeys(CLIPS, 0.1)}
     control = dict.fromkeys(BOUNDS, 1.0)
     assert list(shows_nothing(active, control)) == []
     assert "actor/pg_clipfrac_lower is 0" in next(shows_nothing({"one": active["one"] | {CLIPS[1]: 0.0}}, control))

@@ -1,6 +1,7 @@
 """The table of one run folder: its steps' metrics, when things were, where a change's pause went."""
 
 from pathlib import Path
+from typing import Any
 
 import polars as pl
 import pytest
@@ -13,7 +14,7 @@ from nereus.runtime.journal import Journal, JsonLines, RunFolder
 STEPS, STEP_SECONDS, PAUSE_SECONDS = 4, 2.0, 0.5
 
 
-def run_folder(path: Path, changes: tuple[int, ...] = (3,), **started: object) -> Path:
+def run_folder(path: Path, changes: tuple[int, ...] = (3,), **started: Any) -> Path:
     """A run folder as a run of four steps leaves it, with a change of plan before each of `changes`."""
     path.mkdir(parents=True)
     folder = RunFolder(path=path)
@@ -31,7 +32,11 @@ def run_folder(path: Path, changes: tuple[int, ...] = (3,), **started: object) -
             told = {"transition": f"t{step}", "step": step, "seconds": parts, "pause_seconds": PAUSE_SECONDS}
             journal.append("transition_done", at_seconds=now, **told)
         now += STEP_SECONDS
-        row = {"training/global_step": float(step), "timing_s/step": STEP_SECONDS, "timing_s/gen": 0.5}
+        row: dict[str, object] = {
+            "training/global_step": float(step),
+            "timing_s/step": STEP_SECONDS,
+            "timing_s/gen": 0.5,
+        }
         row |= {"timing_s/transition": PAUSE_SECONDS * (step in changes), "plan/error/step": 0.1, "actor/loss": 1.0}
         row |= {"plan/error/memory/slot_0": 9.0, "perf/ledger_bytes/slot_0": 9.0}
         journal.append("step_done", at_seconds=now, step=step, metrics=row)
