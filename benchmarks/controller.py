@@ -150,12 +150,10 @@ class PlannerOutlook:
         del plan_id, step
         return None
 
-    def met_rows(self, step: int, width_tokens: int) -> PlannerOutlook:
-        del step, width_tokens
+    def met_rows(self, step: int, width_tokens: int) -> PlannerOutlook:  # noqa: ARG002
         return self
 
-    def overflowed(self, plan_id: str, used_bytes: int) -> PlannerOutlook:
-        del plan_id, used_bytes
+    def overflowed(self, plan_id: str, used_bytes: int) -> PlannerOutlook:  # noqa: ARG002
         return self
 
 
