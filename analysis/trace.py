@@ -65,7 +65,9 @@ COLOURS = ("tab:blue", "tab:cyan", "tab:orange")
 # ## The numbers
 
 # %%
-TABLE, SOURCE = measured_or_sample(HERE.parent / "runs" / NAME / "table.parquet", HERE / "data" / f"{NAME}.parquet")
+TABLE, SOURCE = measured_or_sample(
+    HERE.parent / "runs" / NAME / "table.parquet", HERE / "data" / f"{NAME}.sample.parquet"
+)
 Cell = tuple[str, str, str, int]  # configuration, place, curve, seed
 
 

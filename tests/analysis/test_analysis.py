@@ -17,10 +17,10 @@ ROOT = Path(__file__).parents[2]
 SCRIPTS = sorted((ROOT / "analysis").glob("*.py"))
 SIMULATED = {"throughput", "scale", "sensitivity", "accuracy", "trace"}
 """Experiments whose runs are simulated: their tables and figures say so, and measured data is never to be had of them."""
-WHOLE = {"scale", "sensitivity", "accuracy", "overhead", "trace"}
+WHOLE = {"scale", "sensitivity", "accuracy", "overhead"}
 """Experiments whose whole table ships, frozen: no sample."""
 TAKEN = [script for script in SCRIPTS if script.stem not in SIMULATED | WHOLE]
-MAX_SAMPLE_BYTES = 200_000  # half a kilobyte for each run says where it comes from
+MAX_SAMPLE_BYTES = 100_000
 
 
 def drawn(script: Path, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
