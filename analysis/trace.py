@@ -244,7 +244,8 @@ def ladder(axes: Axes) -> None:
         axes.axhline(best, color=colour, linewidth=0.8, linestyle=":")
     axes.set_xticks(range(len(FREEDOMS)), list(FREEDOMS.values()), fontsize=6, rotation=20)
     axes.set(ylabel="average step latency (% of dp-scaling's)", title="One freedom at a time; dotted: the oracle")
-    axes.legend(fontsize=7)
+    if parts():
+        axes.legend(fontsize=7)
 
 
 def drawn() -> Figure:
