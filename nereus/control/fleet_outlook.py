@@ -41,8 +41,6 @@ PHASE_NAMES = {
 """Phases of a measured step by the planner's names."""
 KEPT_ANSWERS = 512
 HELD_SHARE = 0.02
-BARRED_RATIO = 1.001
-"""A plan that needs so many times what a slot has does not fit."""
 MEAN_MULTIPLE = 128
 """How exactly the lengths that fit are told, in tokens."""
 RATIO_PARTS = 4
@@ -164,10 +162,8 @@ class FleetOutlook:
         return replace(self, recent_tokens=(*self.recent_tokens, row)[-KEPT_STEPS:])
 
     def overflowed(self, plan_id: str, used_bytes: int) -> FleetOutlook:
-        """The same with the least margin under which the plan does not fit: what is above it was one step's samples."""
-        rooms = [self._ground(pool).room_bytes for pool in self.global_plan(plan_id).pools]
-        least = min(float(used_bytes), BARRED_RATIO * min(rooms)) / self.peak_bytes(plan_id) - 1
-        return replace(self, missed_share=max(self.missed_share, least))
+        """The same; such a peak may be so many times what is predicted. A smaller margin met more overflows at the same step."""
+        return replace(self, missed_share=max(self.missed_share, used_bytes / self.peak_bytes(plan_id) - 1))
 
     # -- what follows -------------------------------------------------------------------------------------------------
 

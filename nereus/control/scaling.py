@@ -45,7 +45,7 @@ class FreeDpScaling(DpScaling):
         self._outgrown = True
 
     def overflowed(self, plan_id: str, used_bytes: int, budget_bytes: int) -> None:
-        """The micro-batches are chosen anew, with a margin that bars these."""
+        """The micro-batches are chosen anew, with that margin."""
         if used_bytes > budget_bytes:
             self.outlook = self.outlook.overflowed(plan_id, used_bytes)
             self._outgrown = True

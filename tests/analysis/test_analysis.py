@@ -18,12 +18,12 @@ ROOT = Path(__file__).parents[2]
 SCRIPTS = sorted((ROOT / "analysis").glob("*.py"))
 SIMULATED = {"throughput", "trace", "scale", "sensitivity", "accuracy"}
 """Experiments whose runs are simulated: their tables and figures say so, and measured data is never to be had of them."""
-WHOLE = {"scale", "sensitivity", "accuracy", "overhead", "trace"}
+WHOLE = {"scale", "sensitivity", "accuracy", "overhead"}
 """Experiments whose whole table ships, frozen: no sample."""
 OF_A_RUN = {"measured_run"}
 """Scripts that draw a run folder instead of the table of an experiment."""
 TAKEN = [script for script in SCRIPTS if script.stem not in SIMULATED | WHOLE | OF_A_RUN]
-MAX_SAMPLE_BYTES = 200_000  # half a kilobyte for each run says where it comes from
+MAX_SAMPLE_BYTES = 100_000
 
 
 def drawn(script: Path, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
