@@ -126,10 +126,10 @@ def contest_text(runs: Sequence[Run], names: Sequence[str], segments: Sequence[S
     """A line a contestant: latency and where it goes; then by segment."""
     by_name = {name: [run for run in runs if run["name"] == name and run["complete"]] for name in names}
     yield "Contestants, real runs: mean wall seconds of a step, all that is between steps included"
-    yield f"  {'':<38}{'runs':>5}{'step s':>9}{'spread':>8}{'pause s':>9}{'share':>8}{'beside s':>9}{'share':>8}{'waits s':>9}{'changes':>9}"
+    yield f"  {'':<48}{'runs':>5}{'step s':>9}{'spread':>8}{'pause s':>9}{'share':>8}{'beside s':>9}{'share':>8}{'waits s':>9}{'changes':>9}"
     for name, found in by_name.items():
         if not found:
-            yield f"  {name:<38}{0:>5}"
+            yield f"  {name:<48}{0:>5}"
             continue
         means = [float(np.mean(run["step_seconds"])) for run in found]
         whole = sum(sum(run["step_seconds"]) for run in found)
@@ -138,11 +138,11 @@ def contest_text(runs: Sequence[Run], names: Sequence[str], segments: Sequence[S
         changes = sum(len(run["changes"]) + run["reformed"] for run in found) / len(found)
         spread = (max(means) - min(means)) / np.mean(means)
         yield (
-            f"  {name:<38}{len(found):>5}{np.mean(means):>9.3f}{spread:>8.1%}{pause / len(found):>9.2f}{pause / whole:>8.1%}"
+            f"  {name:<48}{len(found):>5}{np.mean(means):>9.3f}{spread:>8.1%}{pause / len(found):>9.2f}{pause / whole:>8.1%}"
             f"{beside / len(found):>9.2f}{beside / whole:>8.1%}{waits:>9.1f}{changes:>9.1f}"
         )
     yield ""
-    yield "  by segment     " + "".join(f"{each.name:>18}" for each in segments)
+    yield "  by segment     " + 10 * " " + "".join(f"{each.name:>18}" for each in segments)
     for name, found in by_name.items():
         if found:
             ends = [*(each.first_step - 1 for each in segments[1:]), None]
@@ -150,7 +150,7 @@ def contest_text(runs: Sequence[Run], names: Sequence[str], segments: Sequence[S
                 np.mean([second for run in found for second in run["step_seconds"][each.first_step - 1 : end]])
                 for each, end in zip(segments, ends, strict=True)
             ]
-            yield f"  {name:<38}"[:38] + "".join(f"{float(cell):>18.3f}"[-18:] for cell in cells)
+            yield f"  {name:<48}"[:48] + "".join(f"{float(cell):>18.3f}"[-18:] for cell in cells)
 
 
 def target_text(runs: Sequence[Run], names: Sequence[str], segments: Sequence[Segment]) -> Iterator[str]:
@@ -170,4 +170,4 @@ def target_text(runs: Sequence[Run], names: Sequence[str], segments: Sequence[Se
         found = ratio([r for r in runs if r["name"] == mine], [r for r in runs if r["name"] == other], segments)
         said = "not measured" if found is None else str(found)
         verdict = "" if met is None or found is None else "met" if met(found) else "MISSED"
-        yield f"  {mine:<28} over {other:<36}{said:<24}{target:<36}{verdict}"
+        yield f"  {mine:<28} over {other:<44}{said:<24}{target:<36}{verdict}"
