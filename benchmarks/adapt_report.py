@@ -142,7 +142,7 @@ def contest_text(runs: Sequence[Run], names: Sequence[str], segments: Sequence[S
             f"{beside / len(found):>9.2f}{beside / whole:>8.1%}{waits:>9.1f}{changes:>9.1f}"
         )
     yield ""
-    yield "  by segment     " + 10 * " " + "".join(f"{each.name:>18}" for each in segments)
+    yield f"{'  by segment':<48}" + "".join(f"{each.name:>18}" for each in segments)
     for name, found in by_name.items():
         if found:
             ends = [*(each.first_step - 1 for each in segments[1:]), None]
