@@ -8,4 +8,4 @@ from baselines.environment import Environment
 
 FOLDER = Path("build/openrlhf/env")
 REQUIREMENTS = Path(__file__).with_name("requirements.txt")
-ENVIRONMENT = Environment(folder=FOLDER, requirements=REQUIREMENTS)
+ENVIRONMENT = Environment(folder=FOLDER, requirements=REQUIREMENTS, most_bytes=1_200_000_000)
