@@ -68,7 +68,7 @@ class FleetOutlook:
 
     `beliefs` are by device. `recent_tokens` are (step, mean tokens of a prompt with its response, of the longest) of the last
     steps. `batch` is the last step's, kept while the mean length stays within HELD_SHARE of it.
-    `missed_share` is by how much a measured peak was above its prediction at most. What follows from the rest is remembered.
+    `carried` is plan -> the longest mean that it ran with. `missed_share` is by how much a measured peak was above its prediction at most. What follows from the rest is remembered.
     """
 
     config: Config
@@ -79,6 +79,7 @@ class FleetOutlook:
     recent_tokens: tuple[tuple[int, int, int], ...] = ()
     missed_share: float = 0.0
     learns: bool = True
+    carried: Mapping[str, int] = field(default_factory=dict[str, int])
     known: dict[Question, PhaseTerms] = field(default_factory=dict["Question", "PhaseTerms"], repr=False, compare=False)
     rooms: dict[tuple[str, float, float], int] = field(
         default_factory=dict[tuple[str, float, float], int], repr=False, compare=False
@@ -100,7 +101,8 @@ class FleetOutlook:
         mean = mean_tokens(step.batch)
         recent = (*self.recent_tokens, (step.step, ceil(mean), step.batch.width_tokens))[-KEPT_STEPS:]
         held = self.batch is not None and abs(mean / mean_tokens(self.batch) - 1) <= HELD_SHARE
-        told = replace(self, batch=self.batch if held else step.batch, recent_tokens=recent)
+        carried = {**self.carried, plan_id: max(ceil(mean), self.carried.get(plan_id, 0))}
+        told = replace(self, batch=self.batch if held else step.batch, recent_tokens=recent, carried=carried)
         if not self.learns:
             return told
         noise = max(noise_share, LEAST_NOISE_SHARE)
@@ -142,9 +144,12 @@ class FleetOutlook:
         return self._believed(parts)
 
     def misfit(self, plan_id: str, step: int) -> Misfit | None:
-        """When a slot will not hold the plan: at the longest samples allowed never, now, or as they grow."""
+        """When a slot will not hold the plan: at the longest samples allowed never, now, or as they grow.
+
+        Samples that the plan has carried before are no question.
+        """
         longest = largest_row_tokens(self.config.data, step)
-        room = self.room_tokens(plan_id)
+        room = max(self.room_tokens(plan_id), self.carried.get(plan_id, 0))
         if room >= longest or not self.recent_tokens:
             return None
         if room < self.mean_tokens:
@@ -163,7 +168,9 @@ class FleetOutlook:
 
     def overflowed(self, plan_id: str, used_bytes: int) -> FleetOutlook:
         """The same; such a peak may be so many times what is predicted. A smaller margin met more overflows at the same step."""
-        return replace(self, missed_share=max(self.missed_share, used_bytes / self.peak_bytes(plan_id) - 1))
+        carried = {name: tokens for name, tokens in self.carried.items() if name != plan_id}
+        missed = max(self.missed_share, used_bytes / self.peak_bytes(plan_id) - 1)
+        return replace(self, missed_share=missed, carried=carried)
 
     # -- what follows -------------------------------------------------------------------------------------------------
 

@@ -93,8 +93,9 @@ def admissions(kept: Kept, kind: str) -> list[dict[str, Any]]:
 
 
 def test_it_follows_a_fleet_that_grows_and_shrinks() -> None:
-    fits_on_eight = RolloutConfig(kv_cache_bytes=14 << 30)
-    config = replace(large(26), rollout=fits_on_eight)
+    config = replace(
+        large(26), rollout=RolloutConfig(kv_cache_bytes=17 << 30)
+    )  # the job fits on eight, with room to spare
     kept = run([(0, 2), (250, 4), (800, 1)], delays=Delays(notice_seconds=150.0), config=config)
     assert kept.rows[-1]["training/global_step"] == 26
     assert max(row["plan/slots"] for row in kept.rows) > 16
