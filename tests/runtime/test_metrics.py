@@ -132,6 +132,7 @@ def test_an_online_run_reaches_the_server_and_a_resumed_one_goes_on_under_its_id
 ) -> None:
     key = "1" * 40
     monkeypatch.setenv("WANDB_API_KEY", key)
+    monkeypatch.setenv("WANDB_MODE", "offline")  # what the configuration says goes before it
     with wandb_server() as server:
         monkeypatch.setenv("WANDB_BASE_URL", server.url)
         for step in (1, 2):  # the second time as a resumed run does
