@@ -15,6 +15,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "live" in item.path.parts:
             item.add_marker(pytest.mark.multiprocess)
+    items.sort(
+        key=lambda item: item.path.parts[-2:] == ("live", "test_losses.py")
+    )  # its tests take the shared slots' lives
 
 
 @pytest.fixture(scope="session")
