@@ -192,7 +192,7 @@ def _crowded(terms: Terms, stage: StagePlan, work: BatchWork, samples: int, prof
     most = max(1, shares[_last(shares, speeds)])
     whole = layout.ranks // layout.pp / layout.dp * (own + steps * bubble)
     parts = [share / most for share in shares]
-    last = finish(parts, speeds, alone=own + bubble, crowded=whole, together=profile.together_slots)
+    last = finish(parts, speeds, alone=own + bubble, crowded=whole, together=profile.at_once_slots)
     stretch = last / (own + bubble) if own else 1.0
     every = every_slot(stage, profile)
     found: dict[str, float] = {}

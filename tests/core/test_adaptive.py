@@ -9,7 +9,7 @@ import pytest
 
 from nereus.control.adaptive import WHOLE_STEPS, Adaptive
 from nereus.control.admission import Admitted, Caution, Decision, Forced, Rejected
-from nereus.control.controller import AdaptiveCommand, AdaptiveController, AdaptiveEvent, Dropped
+from nereus.control.controller import AdaptiveCommand, AdaptiveController, AdaptiveEvent, Dropped, Record
 from nereus.control.probation import ProbationEnded
 from nereus.control.records import (
     Band,
@@ -57,8 +57,9 @@ class Job:
         seconds: dict[str, float] | None = None,
         last_step: int = 200,
         caution: Caution = CAUTION,
+        slowdown: float = 1.0,
     ) -> None:
-        outlook = TableOutlook(seconds or SECONDS, 0.02, misfits or {}, room_tokens or {})
+        outlook = TableOutlook(seconds or SECONDS, 0.02, misfits or {}, room_tokens or {}, slowdown=slowdown)
         self.policy = Adaptive(outlook, POOR, caution)
         self.controller = AdaptiveController(
             plan=POOR, fleet=uniform(4), last_step=last_step, policy=self.policy, switches=switches
@@ -407,3 +408,50 @@ def test_news_of_a_slot_are_searched_for_even_when_the_step_is_as_before() -> No
     told = StepMeasured(at_seconds=job.now + 10, step=step, step_seconds=10.0, tokens=100, news=news)
     (search,) = [command for command in job.tell(told) if isinstance(command, Search)]
     assert search.request.reason == news
+
+
+NEWS = "slot 3 computes at 0.46 of the usual speed"
+
+
+def told_news(job: Job) -> tuple[AdaptiveCommand, ...]:
+    step = job.controller.step
+    return job.tell(StepMeasured(at_seconds=job.now + 10, step=step, step_seconds=10.0, tokens=100, news=NEWS))
+
+
+def test_a_step_waits_for_the_search_when_news_made_the_plan_much_slower() -> None:
+    """A search takes a small part of the step that is saved."""
+    job = Job(slowdown=2.0)
+    job.answer(job.until_search(), shown(SMALL, 5.0))
+    commands = told_news(job)
+    search = commands[-1]
+    assert isinstance(search, Search)
+    assert job.controller.state == "searching"
+    commands = job.answer(search, shown(BETTER, 1.0))
+    assert [type(each) for each in commands if not isinstance(each, Record)] == [ChangePlan]
+
+
+@pytest.mark.parametrize("slowdown", [1.1, 0.5])
+def test_a_step_does_not_wait_when_news_change_little_or_are_good(slowdown: float) -> None:
+    job = Job(slowdown=slowdown)
+    job.answer(job.until_search(), shown(SMALL, 5.0))
+    assert [type(each) for each in told_news(job) if not isinstance(each, Record)] == [Search, RunStep]
+
+
+def test_a_step_does_not_wait_where_no_change_may_follow() -> None:
+    for switches in (Switches(freeze=True), Switches(dry_run=True)):
+        job = Job(slowdown=2.0, switches=switches)
+        job.answer(job.until_search(), shown(SMALL, 5.0))
+        assert RunStep(step=job.controller.step) in told_news(job) or job.controller.state == "running"
+    job = Job(slowdown=2.0)
+    told_news(job)  # before there is evidence
+    assert job.controller.state == "running"
+
+
+def test_the_step_runs_once_the_search_found_nothing() -> None:
+    job = Job(slowdown=2.0)
+    job.answer(job.until_search(), shown(SMALL, 5.0))
+    commands = told_news(job)
+    search = commands[-1]
+    assert isinstance(search, Search)
+    assert RunStep(step=job.controller.step) in job.answer(search)
+    assert job.controller.state == "running"

@@ -104,6 +104,28 @@ def test_a_single_disturbed_check_changes_nothing(seed: int, slot: int, factor: 
         assert [each for each, _ in speeds.slow(NAMES)] == [each for each, _ in before]
 
 
+def test_a_late_step_agrees_with_the_check_after_it() -> None:
+    """A slot is slow from the first check on where the step said so too; a fast one does not become so by a late step."""
+    rng, speeds = random.Random(1), Speeds()
+    speeds = checked(speeds, 1, (1.0,) * 4, rng, 0.05)
+    seconds = {name: [0.01 * (1 + 3 * (name == NAMES[2]))] * 3 for name in NAMES.values()}
+    assert speeds.observe(seconds, 6).slow(NAMES) == ()
+    ((slot, speed),) = speeds.observe(seconds, 6, late=True).slow(NAMES)
+    assert (slot, speed) == (2, pytest.approx(0.25, rel=0.2))
+    slow = speeds.observe(seconds, 6, late=True)
+    usual = {name: [0.01] * 3 for name in NAMES.values()}
+    assert slow.observe(usual, 7, late=True).slow(NAMES) != ()  # that it has recovered takes a second check
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_late_steps_and_noise_of_fifteen_per_cent_make_no_slot_slow(seed: int) -> None:
+    rng, speeds = random.Random(seed), Speeds()
+    for step in range(1000):
+        seconds = {name: [0.01 * rng.lognormvariate(0, 0.15) for _ in range(3)] for name in NAMES.values()}
+        speeds = speeds.observe(seconds, step, late=True)
+        assert speeds.slow(NAMES) == ()
+
+
 def test_a_late_step_is_late_beyond_noise() -> None:
     assert is_late(1.5, 1.0, 0.1)
     assert not is_late(1.5, 1.0, 0.4)
