@@ -190,6 +190,9 @@ class Adaptive:
 
         While the nearest is rejected as before, the others wait: whatever is decided anew is decided among all.
         """
+        if self._waits(situation):  # the last step's regret is counted by the answer
+            entries, self._entries = self._entries, ()
+            return Choice(action="wait", reason="the search about the news is under way", entries=entries)
         weighed = self._weighed(situation, self._near_id())
         self._count_regret(weighed)
         admission = self._admission(situation, weighed)
@@ -202,8 +205,8 @@ class Adaptive:
             self._due = "no candidate of the last answer may be used any more"
         entries = self._take_entries(situation, admission, weighed)
         if isinstance(admission, Rejected):
-            must = situation.broken or self._misfit_now(situation) or self._waits(situation)
-            return Choice(action="wait" if must else "stay", reason=admission.detail, entries=entries)
+            action = "wait" if situation.broken or self._misfit_now(situation) else "stay"
+            return Choice(action=action, reason=admission.detail, entries=entries)
         if isinstance(admission, Admitted) and len(self._ran) > 1 and not situation.switches.dry_run:
             self.history = self.history.ended()  # the first plan's life says nothing: nobody searched for it
         answer = situation.answer
