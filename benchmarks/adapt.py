@@ -149,7 +149,7 @@ def main(arguments: list[str]) -> int:
     segments = schedule_of(options.steps)
     static, runs, who, code = dict[str, Any](), list[Any](), tuple[Contestant, ...](), 0
     cores = Cores()
-    throttle = Throttle(capped=cores.capped)
+    throttle = Throttle(cores)
     with StopSignal() as signal:
         pool: KeptPool | None = None
         try:
