@@ -6,7 +6,7 @@ import random
 from dataclasses import replace
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from nereus.config import Config, DataConfig, PlanConfig, StageConfig
@@ -24,7 +24,7 @@ from nereus.costs.speeds import (
 )
 from nereus.layout import STAGES, first_plan
 from nereus.observe import Observed, after
-from nereus.workload import largest_batch, step_terms
+from nereus.workload import TRANSIT_TERMS, largest_batch, step_terms
 
 S = StageConfig
 NAMES = {slot: f"host:{1000 + slot}" for slot in range(4)}
@@ -194,17 +194,23 @@ def config(stage: StageConfig) -> Config:
 
 
 def seconds(of: Config, slow: tuple[tuple[int, float], ...], together: float = 4.0) -> float:
+    """A step with equal shares. Shares by speed compute no longer; the traffic of the larger share is more, which may cost
+    what a hardly slow slot saves: a search weighs both."""
     profile = replace(supposed("cpu", 4, 4, 4), slow=slow, together_slots=together)
     plan = first_plan(of)
     shared = replace(plan, **{name: shared_by_speed(stage, slow) for name, stage in plan.stages()})
     equal, adapted = (step_terms(of, each, largest_batch(of), profile) for each in (plan, shared))
-    found = [sum(sum(each.values()) for each in terms.values()) for terms in (equal, adapted)]
     if of.plan.actor_train.micro_batch == 1:  # else the larger share may be one micro-batch more
-        assert found[1] <= found[0] * (1 + 1e-9)
-    return found[0]
+        computed = [
+            sum(value for each in terms.values() for name, value in each.items() if name not in TRANSIT_TERMS)
+            for terms in (equal, adapted)
+        ]
+        assert computed[1] <= computed[0] * (1 + 1e-9)
+    return sum(sum(each.values()) for each in equal.values())
 
 
 @settings(deadline=None, max_examples=30)
+@example(stage=S(tp=2, dp=2), slot=0, speed=0.87890625, together=2.0)
 @given(
     stage=st.sampled_from((S(), S(dp=2), S(dp=3), S(dp=4), S(pp=2, dp=2), S(tp=2, dp=2), S(tp=2, pp=2))),
     slot=st.integers(0, 3),
