@@ -195,7 +195,8 @@ def config(stage: StageConfig) -> Config:
 
 def seconds(of: Config, slow: tuple[tuple[int, float], ...], together: float = 4.0) -> float:
     """A step with equal shares. Shares by speed compute no longer; the traffic of the larger share is more, which may cost
-    what a hardly slow slot saves: a search weighs both."""
+    what a hardly slow slot saves: a search weighs both.
+    """
     profile = replace(supposed("cpu", 4, 4, 4), slow=slow, together_slots=together)
     plan = first_plan(of)
     shared = replace(plan, **{name: shared_by_speed(stage, slow) for name, stage in plan.stages()})
