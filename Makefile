@@ -3,7 +3,7 @@ ARGS ?=
 EXPERIMENT ?= $(filter-out ppo_8b quickstart_pair,$(patsubst experiments/%.py,%,$(sort $(wildcard experiments/*.py))))
 JOBS ?= 2
 
-.PHONY: run test experiments analysis slurm-test bench-adapt bench-admission bench-checkpoints bench-controller bench-faults bench-overhead bench-plan bench-planner bench-published bench-transition baselines-check verl-parity gpu-contract check setup clean
+.PHONY: run test experiments analysis slurm-test bench-adapt bench-admission bench-checkpoints bench-controller bench-faults bench-gpu-check bench-overhead bench-plan bench-planner bench-published bench-transition baselines-check verl-parity gpu-contract check setup clean
 
 run: setup  ## train CONFIG (dotted overrides in ARGS)
 	@.venv/bin/nereus train $(CONFIG) $(ARGS)
@@ -42,6 +42,9 @@ bench-faults: setup  ## slots and drivers that die or fail at each kind of opera
 	@OMP_NUM_THREADS=1 .venv/bin/python -W ignore -m benchmarks.faults $(ARGS)
 	@[ -n "$(filter-out every,$(ARGS))" ] || NEREUS_BENCH_CHECKPOINTS=1 OMP_NUM_THREADS=1 .venv/bin/python -W ignore -m pytest -q -s tests/live/test_checkpoint_endings.py -k "change $(if $(ARGS),,and commit)"
 	@[ -n "$(filter-out every,$(ARGS))" ] || NEREUS_BENCH_ATTACH=1 OMP_NUM_THREADS=1 .venv/bin/python -W ignore -m pytest -q -s tests/live/test_attaching.py $(if $(ARGS),,-k train)
+
+bench-gpu-check: setup  ## scripts/gpu_check as a command on the CPU: every step passes on two slots, a step that fails is told on one: a minute and a half
+	@NEREUS_BENCH_GPU_CHECK=1 OMP_NUM_THREADS=1 .venv/bin/python -m pytest tests/live/test_gpu_check.py $(ARGS)
 
 bench-overhead: setup  ## what deciding costs at 64 to 16,384 slots, and the simulator's own time and memory, as the table of analysis/overhead.py: 10 minutes; ARGS: --most N --table FILE
 	@OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.overhead $(ARGS)

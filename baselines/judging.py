@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from nereus.errors import NereusError
 from nereus.report.peers.naming import PeerLog
 
 PARSE_SECONDS = 300
+MISSING = object()
 BASELINES_OWN = ("PYTHON", "VERL", "OPENRLHF", "RAY", "WANDB")
 """Beginnings of variables that are kept from a baseline: its answer shall not depend on who asks."""
 
@@ -82,6 +84,66 @@ def _run(python: Path, script: Path, target: Path, given: str) -> None:
     )  # fmt: skip
     if done.returncode:
         raise SystemExit(f"baselines-check: {python} {script.name} fails:\n{done.stderr[-2000:]}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """A run's command line: its words, the settings they state, and what the baseline must make of the Run by key."""
+
+    run_id: str
+    words: Sequence[str]
+    settings: Mapping[str, object]
+    wanted: Mapping[str, object]
+
+
+def judged(
+    name: str,
+    cases: Sequence[Asked],
+    bad: Mapping[str, tuple[Sequence[str], str]],
+    answer: Callable[[list[list[str]]], Sequence[Mapping[str, Any]]],
+    different: Callable[[Asked, Mapping[str, Any]], Iterator[str]],
+) -> Iterator[str]:
+    """What is wrong: a command that the baseline refuses, a value that is not ours, a wrong command that it takes.
+
+    `bad`: what is wrong -> (words that go to the end of the first command line and make it so, words of the refusal).
+    `different` says which values of the parsed job are not those of a case.
+    """
+    good = [list(case.words) for case in cases]
+    answers = answer([*good, *([*good[0], *more] for more, _ in bad.values())])
+    for case, answered in zip(cases, answers, strict=False):
+        if answered["refused"]:
+            yield f"{case.run_id}: {name} refuses it: {answered['refused']}"
+            continue
+        wrong = list(different(case, answered["job"]))
+        yield from (f"{case.run_id}: {line}" for line in wrong)
+        if not wrong:
+            taken, ours = len(case.settings), len(case.wanted)
+            say(f"{case.run_id}: accepted, {taken} settings taken over, {ours} values are the Run's")
+    yield from refusals(name, {what: words for what, (_, words) in bad.items()}, answers[len(good) :])
+
+
+def unequal(
+    name: str,
+    wanted: Mapping[str, Any],
+    job: Mapping[str, Any],
+    same: Callable[[Any, object], bool],
+    shown: Callable[[Any], str] = repr,
+) -> Iterator[str]:
+    """The dotted keys of a parsed job whose value is not the same as the wanted one, which is told as `shown`."""
+    for key, value in wanted.items():
+        found = look_up(job, key)
+        if not same(value, found):
+            yield f"{key}: expected {shown(value)}, {name} has {'nothing' if found is MISSING else repr(found)}"
+
+
+def look_up(job: Mapping[str, Any], key: str) -> object:
+    """The value at a dotted key, MISSING where there is none."""
+    found: Any = job
+    for part in key.split("."):
+        if not isinstance(found, Mapping) or part not in found:
+            return MISSING
+        found = found[part]
+    return found
 
 
 def refusals(name: str, wanted: Mapping[str, str], answers: Sequence[Mapping[str, Any]]) -> Iterator[str]:

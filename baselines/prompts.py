@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import sys
+from argparse import ArgumentParser
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
-from nereus.experiment import Run
+from nereus.experiment import Run, System
 from nereus.rl.tasks import CHUNK_PROMPTS, Task, dataset_seed
 
 
@@ -33,3 +36,16 @@ def prompts_of(run: Run) -> Iterator[BaselinePrompt]:
         data_set = {**data.task_options, "seed": seed, "size": CHUNK_PROMPTS}
         truth = json.dumps({"data_set": data_set, "index": index})
         yield BaselinePrompt(number=number, text=task.prompt(number).text, ground_truth=truth)
+
+
+def write_named(system: System, write: Callable[[Run, Path], Path], default_folder: Callable[[Run], str]) -> None:
+    """The command of a baseline's data.py: has `write` write the prompts of the run that the command line names."""
+    from experiments import ppo_8b
+
+    known = {run.run_id: run for run in ppo_8b.runs(system)}
+    parser = ArgumentParser(description=f"Write the prompts of a run as {system} reads them.")
+    parser.add_argument("run", choices=sorted(known), metavar="RUN_ID", help=f"one of {', '.join(sorted(known))}")
+    parser.add_argument("--folder", help=f"default: runs/{system}/RUN_ID")
+    words = parser.parse_args()
+    run = known[words.run]
+    sys.stdout.write(f"{write(run, Path(words.folder or default_folder(run)))}\n")

@@ -49,7 +49,7 @@ def folder_in(base: Path | None) -> Iterator[str]:
 
 def live(bench: BenchJob, plan: Plan, way: dict[str, Any]) -> None:
     """One live change, added to what is known of this way."""
-    record, seconds = bench.change(plan)
+    record, seconds = bench.timed_change(plan)
     way["live_seconds"].append(seconds)
     way["pause_seconds"].append(record.pause_seconds)
     way["pause"].append(record.seconds)
@@ -197,8 +197,8 @@ def measure_pair(bench: BenchJob, one: str, two: str, found: dict[str, Any]) -> 
     """Adds one pair; the job ends in its second layout."""
     found["changes"] += there_and_back(bench, one, two)
     found["moves"] += [moves(bench, one, two, stages) for stages in (STAGES, WEIGHTS)]
-    bench.change(bench.placed(two))
-    bench.change(bench.placed(two, WEIGHTS))
+    bench.timed_change(bench.placed(two))
+    bench.timed_change(bench.placed(two, WEIGHTS))
 
 
 def main() -> int:

@@ -1,6 +1,6 @@
 """The job that transitions are measured on: actor and critic of about 30 M parameters with Adam, on slots that stay.
 
-Its changes go one of two ways: live (`BenchJob.change`), or by hand as a job without Nereus does it (`BenchJob.rebuilt`: the old
+Its changes go one of two ways: live (`BenchJob.timed_change`), or by hand as a job without Nereus does it (`BenchJob.rebuilt`: the old
 engines are dropped and empty ones of the new layout are built in the same processes; what fills them is the caller's).
 """
 
@@ -29,11 +29,11 @@ from nereus.config import (
     StageConfig,
     WarmupConfig,
 )
-from nereus.layout import Plan, StagePlan, first_plan
+from nereus.layout import Plan, StagePlan
 from nereus.runtime.changes import ChangeRecord, Transaction, first_state
-from nereus.runtime.job import Digests, Job
-from nereus.runtime.journal import Journal
-from nereus.runtime.outset import export_model, other_states
+from nereus.runtime.driven import DrivenJob
+from nereus.runtime.job import Digests
+from nereus.runtime.outset import other_states
 from nereus.runtime.pool import SlotPool
 from nereus.storage import emu_name
 from nereus.transition import placed_change
@@ -87,16 +87,11 @@ class Measured:
     slot_seconds: float
 
 
-class BenchJob:
+class BenchJob(DrivenJob):
     """The live job. Its plans change; its state never does, and `digests` says so."""
 
     def __init__(self, pool: SlotPool, config: Config, folder: Path) -> None:
-        self.config, self.pool = config, pool
-        self.folder = create_run_folder(config, folder)
-        export_model(config, self.folder.model)
-        pool.call_all("configure", config, str(self.folder.model))
-        self.job = Job(config=config, pool=pool, plan=first_plan(config))
-        self.journal = Journal(self.folder.events)
+        super().__init__(pool, config, create_run_folder(config, folder))
         first_state(self.job)
         other_states(self.job)
         pool.call_all("apply", fill_moments)
@@ -116,7 +111,7 @@ class BenchJob:
         change = PlanChange(**dict.fromkeys(stages, LAYOUTS[layout]))
         return placed_change(self.config, self.job.plan, change)
 
-    def change(self, plan: Plan) -> tuple[ChangeRecord, float]:
+    def timed_change(self, plan: Plan) -> tuple[ChangeRecord, float]:
         """A live change and its seconds from its begin to its end, planning (beside a step) left out."""
         record = ChangeRecord(transition=f"t{self.job.state_version + 1}", step=1)
         transaction = Transaction(self.job, plan, record, self.journal)

@@ -8,10 +8,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
+from operator import eq
 from pathlib import Path
 from typing import Any
 
-from baselines.judging import ask, carry_out, logs, refusals, say
+from baselines.judging import Asked, ask, carry_out, judged, logs, unequal
 from baselines.openrlhf.command import PROGRAM, argv
 from baselines.openrlhf.environment import ENVIRONMENT
 from baselines.openrlhf.metrics import read
@@ -20,7 +21,6 @@ from nereus.experiment import Run
 
 PARSE, SAMPLE = Path(__file__).with_name("parse.py"), Path(__file__).with_name("sample.py")
 ANSWERS, LOGS = ENVIRONMENT.folder.with_name("answers.json"), ENVIRONMENT.folder.with_name("sample")
-MISSING = object()
 BAD = {  # commands that OpenRLHF must refuse, else this check shows nothing: what is wrong, and words of its answer
     "an unknown flag": (["--train.no_such_flag", "1"], "unrecognized arguments: --train.no_such_flag"),
     "an unknown aggregation": (["--actor.loss_agg_mode", "mean"], "argument --actor.loss_agg_mode: invalid choice"),
@@ -50,20 +50,19 @@ def main() -> int:
 
 
 def judge(python: Path, cases: Sequence[Run]) -> Iterator[str]:
-    """What is wrong: a command that OpenRLHF refuses, a value that is not ours, a wrong command that it takes."""
-    good = [list(argv(run)[len(PROGRAM) :]) for run in cases]
-    commands = [*good, *([*good[0], *more] for more, _ in BAD.values())]
-    answers = ask(python, PARSE, {"commands": commands}, ANSWERS)
-    for run, words, answer in zip(cases, good, answers, strict=False):
-        if answer["refused"]:
-            yield f"{run.run_id}: OpenRLHF refuses it: {answer['refused']}"
-            continue
-        settings, wanted = stated(words), expected(run)
-        wrong = list(different(settings, wanted, answer["job"]))
-        yield from (f"{run.run_id}: {line}" for line in wrong)
-        if not wrong:
-            say(f"{run.run_id}: accepted, {len(settings)} settings taken over, {len(wanted)} values are the Run's")
-    yield from refusals("OpenRLHF", {what: words for what, (_, words) in BAD.items()}, answers[len(good) :])
+    """What is wrong with OpenRLHF's answers to these cases, and to commands that it must refuse."""
+    return judged(
+        "OpenRLHF",
+        [_asked(run) for run in cases],
+        BAD,
+        lambda commands: ask(python, PARSE, {"commands": commands}, ANSWERS),
+        lambda case, job: different(stated(case.words), case.wanted, job),
+    )
+
+
+def _asked(run: Run) -> Asked:
+    words = argv(run)[len(PROGRAM) :]
+    return Asked(run_id=run.run_id, words=words, settings=stated(words), wanted=expected(run))
 
 
 def stated(words: Sequence[str]) -> dict[str, list[str]]:
@@ -118,24 +117,8 @@ def different(
     settings: Mapping[str, Sequence[str]], wanted: Mapping[str, object], job: Mapping[str, Any]
 ) -> Iterator[str]:
     """The values of the parsed job that are not the wanted ones, or not what the command line's words say."""
-    for key, words in settings.items():
-        found = look_up(job, key)
-        if not same(words, found):
-            yield f"{key}: expected {' '.join(words) or True}, OpenRLHF has {'nothing' if found is MISSING else repr(found)}"
-    for key, value in wanted.items():
-        found = look_up(job, key)
-        if value != found:
-            yield f"{key}: expected {value!r}, OpenRLHF has {'nothing' if found is MISSING else repr(found)}"
-
-
-def look_up(job: Mapping[str, Any], key: str) -> object:
-    """The value at a dotted key, MISSING where there is none."""
-    found: Any = job
-    for part in key.split("."):
-        if not isinstance(found, Mapping) or part not in found:
-            return MISSING
-        found = found[part]
-    return found
+    yield from unequal("OpenRLHF", settings, job, same, lambda words: " ".join(words) or "True")
+    yield from unequal("OpenRLHF", wanted, job, eq)
 
 
 def same(words: Sequence[str], found: object) -> bool:

@@ -7,12 +7,10 @@ draws them in an order of its own, which no flag turns off; over the whole run t
 from __future__ import annotations
 
 import json
-import sys
-from argparse import ArgumentParser
 from pathlib import Path
 
 from baselines.openrlhf.command import INPUT_KEY, LABEL_KEY, default_data_folder
-from baselines.prompts import prompts_of
+from baselines.prompts import prompts_of, write_named
 from nereus.experiment import Run
 
 
@@ -37,18 +35,5 @@ def write_prompts(run: Run, folder: Path) -> Path:
     return path
 
 
-def main() -> None:
-    """Writes the prompts of the run that is named."""
-    from experiments import ppo_8b
-
-    known = {run.run_id: run for run in ppo_8b.runs("openrlhf")}
-    parser = ArgumentParser(description="Write the prompts of a run as OpenRLHF reads them.")
-    parser.add_argument("run", choices=sorted(known), metavar="RUN_ID", help=f"one of {', '.join(sorted(known))}")
-    parser.add_argument("--folder", help="default: runs/openrlhf/RUN_ID")
-    words = parser.parse_args()
-    run = known[words.run]
-    sys.stdout.write(f"{write_prompts(run, Path(words.folder or default_data_folder(run)))}\n")
-
-
 if __name__ == "__main__":
-    main()
+    write_named("openrlhf", write_prompts, default_data_folder)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from baselines.environment import Environment
-from baselines.judging import ask, carry_out, logs, refusals, say
+from baselines.judging import MISSING, Asked, ask, carry_out, judged, logs, unequal
 from baselines.verl import environment
 from baselines.verl.command import PROGRAM, Engine, argv
 from baselines.verl.metrics import read
@@ -24,7 +24,6 @@ from nereus.experiment import Run
 PARSE, SAMPLE = Path(__file__).with_name("parse.py"), Path(__file__).with_name("sample.py")
 LOGS = environment.FOLDER.with_name("sample")
 MODEL_FOLDER, ANSWERS = environment.FOLDER.with_name("model"), environment.FOLDER.with_name("answers.json")
-MISSING = object()
 Case = tuple[Run, Engine]
 BAD = {  # commands that verl must refuse, else this check shows nothing: what is wrong, and words of verl's answer
     "an unknown key": (["trainer.no_such_key=1"], "trainer.no_such_key"),
@@ -53,21 +52,22 @@ def sharded(run: Run) -> Run:
 
 
 def judge(python: Path, cases: Sequence[Case]) -> Iterator[str]:
-    """What is wrong: a command that verl refuses, a value that is not ours, a wrong command that it takes."""
-    good = [list(argv(run, engine)[len(PROGRAM) :]) for run, engine in cases]
+    """What is wrong with verl's answers to these cases, and to commands that it must refuse."""
+    asked = [_asked(run, engine) for run, engine in cases]
     write_model(cases[0][0], MODEL_FOLDER)
-    commands = [*good, *([*good[0], *more] for more, _ in BAD.values())]
-    answers = ask(python, PARSE, {"commands": commands, "model_folder": str(MODEL_FOLDER.resolve())}, ANSWERS)
-    for (run, engine), overrides, answer in zip(cases, good, answers, strict=False):
-        if answer["refused"]:
-            yield f"{run.run_id}: verl refuses it: {answer['refused']}"
-            continue
-        wanted = expected(run, engine)
-        wrong = list(different({**stated(overrides), **wanted}, answer["job"]))
-        yield from (f"{run.run_id}: {line}" for line in wrong)
-        if not wrong:
-            say(f"{run.run_id}: accepted, {len(overrides)} settings taken over, {len(wanted)} values are the Run's")
-    yield from refusals("verl", {what: words for what, (_, words) in BAD.items()}, answers[len(good) :])
+    folder = str(MODEL_FOLDER.resolve())
+    return judged(
+        "verl",
+        asked,
+        BAD,
+        lambda commands: ask(python, PARSE, {"commands": commands, "model_folder": folder}, ANSWERS),
+        lambda case, job: different({**case.settings, **case.wanted}, job),
+    )
+
+
+def _asked(run: Run, engine: Engine) -> Asked:
+    words = argv(run, engine)[len(PROGRAM) :]
+    return Asked(run_id=run.run_id, words=words, settings=stated(words), wanted=expected(run, engine))
 
 
 def write_model(run: Run, folder: Path) -> None:
@@ -132,20 +132,7 @@ def stated(overrides: Sequence[str]) -> dict[str, object]:
 
 def different(wanted: Mapping[str, object], job: Mapping[str, Any]) -> Iterator[str]:
     """The values of the composed job that are not the wanted ones; the text of a command line stands for its value."""
-    for key, value in wanted.items():
-        found = look_up(job, key)
-        if not same(value, found):
-            yield f"{key}: expected {value!r}, verl has {'nothing' if found is MISSING else repr(found)}"
-
-
-def look_up(job: Mapping[str, Any], key: str) -> object:
-    """The value at a dotted key, MISSING where there is none."""
-    found: Any = job
-    for part in key.split("."):
-        if not isinstance(found, Mapping) or part not in found:
-            return MISSING
-        found = found[part]
-    return found
+    return unequal("verl", wanted, job, same)
 
 
 def same(value: object, found: object) -> bool:

@@ -5,13 +5,11 @@
 
 from __future__ import annotations
 
-import sys
-from argparse import ArgumentParser
 from pathlib import Path
 
 import polars as pl
 
-from baselines.prompts import BaselinePrompt, prompts_of
+from baselines.prompts import BaselinePrompt, prompts_of, write_named
 from baselines.verl.command import default_data_folder
 from nereus.experiment import Run
 
@@ -38,18 +36,5 @@ def _row(run: Run, prompt: BaselinePrompt) -> dict[str, object]:
     }
 
 
-def main() -> None:
-    """Writes the prompts of the run that is named."""
-    from experiments import ppo_8b
-
-    known = {run.run_id: run for run in ppo_8b.runs("verl")}
-    parser = ArgumentParser(description="Write the prompts of a run as verl reads them.")
-    parser.add_argument("run", choices=sorted(known), metavar="RUN_ID", help=f"one of {', '.join(sorted(known))}")
-    parser.add_argument("--folder", help="default: runs/verl/RUN_ID")
-    words = parser.parse_args()
-    run = known[words.run]
-    sys.stdout.write(f"{write_prompts(run, Path(words.folder or default_data_folder(run)))}\n")
-
-
 if __name__ == "__main__":
-    main()
+    write_named("verl", write_prompts, default_data_folder)

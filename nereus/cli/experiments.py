@@ -134,7 +134,8 @@ def chosen_runs(name: str, overrides: Sequence[str], only: Sequence[str] | None)
 
 def _overridden_together(runs: Sequence[Run], overrides: Sequence[str]) -> tuple[Run, ...]:
     """The runs with overrides; those that look back on others look back on them as they are then."""
-    changed = [overridden(run, overrides) for run in runs]
+    known: dict[str, Config] = {}
+    changed = [overridden(run, overrides, known) for run in runs]
     ids = {old.run_id: new.run_id for old, new in zip(runs, changed, strict=True)}
     found: list[Run] = []
     for run in changed:
@@ -145,8 +146,11 @@ def _overridden_together(runs: Sequence[Run], overrides: Sequence[str]) -> tuple
     return tuple(found)
 
 
-def overridden(run: Run, overrides: Sequence[str]) -> Run:
-    """`run` with overrides such as `run.steps=3`. Raises ConfigError for a key that is not part of a Run."""
+def overridden(run: Run, overrides: Sequence[str], known: dict[str, Config] | None = None) -> Run:
+    """`run` with overrides such as `run.steps=3`. Raises ConfigError for a key that is not part of a Run.
+
+    `known` keeps configurations with these overrides: most runs of an experiment differ in their scene alone, and YAML is slow.
+    """
     if not overrides:
         return run
     for override in overrides:
@@ -154,11 +158,15 @@ def overridden(run: Run, overrides: Sequence[str]) -> Run:
         if key != "run.steps" and key.partition(".")[0] not in OVERRIDABLE:
             expected = f"expected run.steps or a key of {', '.join(OVERRIDABLE)}; the rest is what tells the runs apart"
             raise ConfigError(key, override.partition("=")[2], expected)
-    with tempfile.NamedTemporaryFile("w", encoding="utf-8", suffix=".yaml") as file:
-        file.write(dump_config(run.config(str(RUNS))))
-        file.flush()
-        config = load_config(Path(file.name), list(overrides))
-    changed = run_of(config, experiment=run.experiment, variant=run.variant, seed=run.seed)
+    config = run.config(str(RUNS))
+    nameless = replace(config, run=replace(config.run, name=""))
+    known = {} if known is None else known
+    if repr(nameless) not in known:
+        with tempfile.NamedTemporaryFile("w", encoding="utf-8", suffix=".yaml") as file:
+            file.write(dump_config(nameless))
+            file.flush()
+            known[repr(nameless)] = load_config(Path(file.name), list(overrides))
+    changed = run_of(known[repr(nameless)], experiment=run.experiment, variant=run.variant, seed=run.seed)
     workload = replace(changed.workload, model_path=run.workload.model_path)
     return replace(changed, system=run.system, workload=workload, scene=run.scene)
 

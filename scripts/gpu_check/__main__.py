@@ -21,7 +21,7 @@ import torch
 
 from nereus.cli.doctor import examine, findings_text
 from nereus.runtime.pool import SlotPool
-from scripts.gpu_check.job import Check
+from scripts.gpu_check.job import Check, Steps
 
 MOST_SLOTS, START_SECONDS, PHASE_SECONDS = 4, 240.0, 120.0
 
@@ -35,7 +35,6 @@ def report(arguments: argparse.Namespace, tell: Callable[[str], None]) -> bool:
         direct = [other for other in peers if torch.cuda.can_device_access_peer(number, other)]
         tell(f"GPU {number}: {found.name}, {found.total_memory / 2**30:.0f} GiB, direct access to {direct or 'none'}")
     tell(findings_text(examine(Path.cwd())))
-    passed = True
     with tempfile.TemporaryDirectory(prefix="nereus-gpu-check-") as made:
         began = time.monotonic()
         pool = SlotPool(
@@ -43,18 +42,24 @@ def report(arguments: argparse.Namespace, tell: Callable[[str], None]) -> bool:
         )  # fmt: skip
         try:
             tell(f"{arguments.slots} slots in one world after {time.monotonic() - began:.0f} s")
-            for name, step in Check(pool, Path(made)).steps().items():
-                began = time.monotonic()
-                try:
-                    lines = list(step())
-                except Exception:  # noqa: BLE001 - whatever it is belongs in the report
-                    passed, lines = False, traceback.format_exc().splitlines()
-                    tell(f"FAILED  {name}, {time.monotonic() - began:.1f} s")
-                else:
-                    tell(f"passed  {name}, {time.monotonic() - began:.1f} s")
-                tell("\n".join(f"        {line}" for line in lines))
+            return carried_out(Check(pool, Path(made)).checks(), tell)
         finally:
             pool.close()
+
+
+def carried_out(steps: Steps, tell: Callable[[str], None]) -> bool:
+    """Takes the steps one after the other and tells what each found; whether all passed."""
+    passed = True
+    for name, step in steps.items():
+        began = time.monotonic()
+        try:
+            lines = list(step())
+        except Exception:  # noqa: BLE001 - whatever it is belongs in the report
+            passed, lines = False, traceback.format_exc().splitlines()
+            tell(f"FAILED  {name}, {time.monotonic() - began:.1f} s")
+        else:
+            tell(f"passed  {name}, {time.monotonic() - began:.1f} s")
+        tell("\n".join(f"        {line}" for line in lines))
     return passed
 
 

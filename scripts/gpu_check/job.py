@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from nereus.cli.folder import create_run_folder
@@ -13,22 +12,18 @@ from nereus.config import (
     FleetConfig,
     LoggerConfig,
     ModelConfig,
-    PlanChange,
     PlanConfig,
     RunConfig,
     StageConfig,
 )
-from nereus.layout import first_plan
 from nereus.lengths import WIDTH_MULTIPLE_TOKENS
 from nereus.rl.batch import build
 from nereus.rl.correction import mismatch
-from nereus.runtime.changes import ChangeRecord, change_plan, first_state, start_generation
-from nereus.runtime.job import Job
-from nereus.runtime.journal import Journal
-from nereus.runtime.outset import export_model, other_states
-from nereus.runtime.phases import Phases, StepRecord, task_of
+from nereus.runtime.changes import first_state, start_generation
+from nereus.runtime.driven import DrivenJob
+from nereus.runtime.outset import other_states
+from nereus.runtime.phases import StepRecord
 from nereus.runtime.pool import SlotPool
-from nereus.transition import placed_change
 from nereus.validate import validate
 from scripts.gpu_check.on_slot import digests_agreed, staging_rate, sum_and_ring
 
@@ -36,8 +31,8 @@ LOGP_NATS, TRAINED = 1e-3, ("actor.train", "critic.train")
 Steps = dict[str, Callable[[], Iterator[str]]]
 
 
-def config_of(slots: int) -> tuple[Config, PlanChange, PlanChange]:
-    """A small PPO job on so many slots, a change of its layout, and the way back."""
+def config_of(slots: int) -> tuple[Config, StageConfig, StageConfig]:
+    """A small PPO job on so many slots, another layout for what it trains, and its own."""
     one = StageConfig(dp=slots, micro_batch=4)
     other = (
         StageConfig(tp=slots, micro_batch=4) if slots > 1 else StageConfig(micro_batch=4, distributed_optimizer=False)
@@ -59,35 +54,24 @@ def config_of(slots: int) -> tuple[Config, PlanChange, PlanChange]:
         logger=LoggerConfig(wandb="off"),
     )
     validate(made)
-    return made, PlanChange(actor_train=other, critic_train=other), PlanChange(actor_train=one, critic_train=one)
+    return made, other, one
 
 
-@dataclass
-class Check:
+class Check(DrivenJob):
     """The job on the slots and the steps that look at it."""
 
-    pool: SlotPool
-    folder: Path
+    def __init__(self, pool: SlotPool, folder: Path) -> None:
+        made, *self.layouts = config_of(len(pool.numbers))
+        super().__init__(pool, made, create_run_folder(made, folder))
 
-    def __post_init__(self) -> None:
-        self.config, *self.changes = config_of(len(self.pool.numbers))
-        made = create_run_folder(self.config, self.folder)
-        export_model(self.config, made.model)
-        self.pool.call_all("configure", self.config, str(made.model))
-        self.job = Job(config=self.config, pool=self.pool, plan=first_plan(self.config))
-        data = self.config.data
-        task = task_of(data.task, data.task_options, self.config.run.seed, data.prompt_template, "train")
-        self.phases = Phases(job=self.job, task=task, folder=made.rollouts)
-        self.journal = Journal(made.events)
-
-    def steps(self) -> Steps:
+    def checks(self) -> Steps:
         """By name, in order."""
         return {
             "fabric": self.fabric,
             "digests on the device": self.digests,
             "pinned staging": self.staging,
             "engines and an optimizer step": self.train,
-            "live change there and back": self.change,
+            "live change there and back": self.there_and_back,
             "sampling beside the trainer": self.sample,
         }
 
@@ -112,12 +96,11 @@ class Check:
         other_states(self.job)
         yield f"losses {losses[0]:.6f}, {losses[1]:.6f}"
 
-    def change(self) -> Iterator[str]:
+    def there_and_back(self) -> Iterator[str]:
         """Two changes of plan; the trained state must come back bit for bit, and the job train on."""
         before = self.job.digests(TRAINED, "")
-        for number, change in enumerate(self.changes, 1):
-            record = ChangeRecord(transition=f"t{number}", step=1)
-            change_plan(self.job, placed_change(self.config, self.job.plan, change), record, self.journal)
+        for stage in self.layouts:
+            record = self.change(actor_train=stage, critic_train=stage)
             moved = record.moved.counted_bytes if record.moved else 0
             kinds = ", ".join(f"{kind} {seconds:.3f}" for kind, seconds in record.seconds.items())
             layout = self.job.plan.actor_train.layout
@@ -131,6 +114,10 @@ class Check:
         """vLLM's engines by a weight sync; their log-probabilities beside Megatron's."""
         start_generation(self.job)
         self.job.plan_sync()
+        yield from self.compare()
+
+    def compare(self) -> Iterator[str]:
+        """A batch sampled now: each token's log-probability by both."""
         rollouts = self.phases.rollouts(StepRecord(step=1))
         batch = build(rollouts.prompts, rollouts.responses, multiple_tokens=WIDTH_MULTIPLE_TOKENS)
         old = self.phases.infer(self.job.plan.actor_train, batch, "old_log_prob")["logp"]

@@ -2,9 +2,14 @@
 
 import dataclasses
 import os
+import runpy
 import shutil
 import subprocess
 import sys
+import traceback
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from io import StringIO
 from pathlib import Path
 
 import jupytext
@@ -12,6 +17,7 @@ import polars as pl
 import pytest
 
 from nereus.report.table import read_table, write_table
+from tests.report.test_cluster_table import run_folder as clusters_folder
 from tests.report.test_run_table import run_folder
 
 ROOT = Path(__file__).parents[2]
@@ -20,21 +26,65 @@ SIMULATED = {"throughput", "trace", "scale", "sensitivity", "accuracy"}
 """Experiments whose runs are simulated: their tables and figures say so, and measured data is never to be had of them."""
 WHOLE = {"scale", "sensitivity", "accuracy", "overhead"}
 """Experiments whose whole table ships, frozen: no sample."""
-OF_A_RUN = {"measured_run"}
-"""Scripts that draw a run folder instead of the table of an experiment."""
+OF_A_RUN = {"measured_run", "measured_throughput"}
+"""Scripts that draw run folders instead of the table of an experiment."""
 TAKEN = [script for script in SCRIPTS if script.stem not in SIMULATED | WHOLE | OF_A_RUN]
 MAX_SAMPLE_BYTES = 100_000
 
 
-def drawn(script: Path, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    """The end of `script`, copied with its shipped table to `folder`/analysis, where there may be a collected table."""
+@dataclass(frozen=True, kw_only=True)
+class Ended:
+    """How a script ended: its exit code, what it printed, and the error that ended it."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def placed(script: Path, folder: Path) -> Path:
+    """`script`, copied with its shipped table to `folder`/analysis, where there may be a collected table."""
     (folder / "analysis/data").mkdir(parents=True, exist_ok=True)
     shutil.copy(script, folder / "analysis")
     shutil.copy(sample_of(script), folder / "analysis/data")
-    known = {name: value for name, value in os.environ.items() if not name.startswith("NEREUS_R")}
-    known |= {"PYTHONPATH": str(ROOT), "MPLCONFIGDIR": str(folder / "matplotlib"), **environment}
-    command = [sys.executable, str(folder / "analysis" / script.name)]
-    return subprocess.run(command, cwd=folder, env=known, capture_output=True, text=True, timeout=120, check=False)
+    return folder / "analysis" / script.name
+
+
+def asked() -> list[str]:
+    """What the user's environment asks of the scripts: a run's folder, measured data."""
+    return [name for name in os.environ if name.startswith("NEREUS_R")]
+
+
+def drawn(script: Path, folder: Path, **environment: str) -> Ended:
+    """The end of the script in this process, which has its imports: as the cells of a notebook are run."""
+    copy, printed, error = placed(script, folder), StringIO(), ""
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(printed):
+        patch.chdir(folder)
+        patch.setattr(sys, "argv", [str(copy)])
+        for name in asked():
+            patch.delenv(name)
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        try:
+            runpy.run_path(str(copy), run_name="__main__")
+        except Exception:  # noqa: BLE001 - a process would print it and end with 1
+            error = traceback.format_exc()
+    return Ended(returncode=1 if error else 0, stdout=printed.getvalue(), stderr=error)
+
+
+def drawn_alone(script: Path, folder: Path, settings: Path) -> Ended:
+    """The end of the script in a process of its own; matplotlib keeps its list of fonts in `settings`."""
+    copy = placed(script, folder)
+    known = {name: value for name, value in os.environ.items() if name not in asked()}
+    known |= {"PYTHONPATH": str(ROOT), "MPLCONFIGDIR": str(settings)}
+    ended = subprocess.run(
+        [sys.executable, str(copy)], cwd=folder, env=known, capture_output=True, text=True, timeout=120, check=False
+    )
+    return Ended(returncode=ended.returncode, stdout=ended.stdout, stderr=ended.stderr)
+
+
+@pytest.fixture(scope="module")
+def matplotlib_settings(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("matplotlib")
 
 
 def sample_of(script: Path) -> Path:
@@ -57,8 +107,8 @@ def test_what_ships_is_small_real_and_says_so(script: Path) -> None:
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
-def test_the_same_table_gives_the_same_bytes(script: Path, tmp_path: Path) -> None:
-    first, second = drawn(script, tmp_path / "a"), drawn(script, tmp_path / "b")
+def test_the_same_table_gives_the_same_bytes(script: Path, tmp_path: Path, matplotlib_settings: Path) -> None:
+    first, second = drawn_alone(script, tmp_path / "a", matplotlib_settings), drawn(script, tmp_path / "b")
     assert first.returncode == 0, first.stderr
     assert second.returncode == 0, second.stderr
     assert ("SAMPLE DATA" in first.stdout) == (script.stem not in WHOLE)
@@ -117,6 +167,19 @@ def test_a_run_folder_goes_before_the_sample(tmp_path: Path, changes: tuple[int,
     named = drawn(RUN_SCRIPT, tmp_path / "elsewhere", NEREUS_RUN=str(run))
     assert named.returncode == 0, named.stderr
     assert "measured, run quickstart" in named.stdout
+
+
+def test_throughput_of_runs_goes_before_the_sample(tmp_path: Path) -> None:
+    clusters_folder(tmp_path / "runs/took-place", 2)
+    clusters_folder(tmp_path / "runs/model-of-it", 2, began_seconds=0.0)
+    ended = drawn(ROOT / "analysis/measured_throughput.py", tmp_path, NEREUS_REQUIRE_MEASURED="1")
+    assert ended.returncode == 0, ended.stderr
+    assert "2 runs on 1 clusters" in ended.stdout
+    assert "SAMPLE" not in ended.stdout
+    marks = {line.split()[3]: line.split()[5] for line in ended.stdout.splitlines() if line.startswith("2 x cpu")}
+    assert marks == {"took-place": "measured", "model-of-it": "simulated"}
+    named = drawn(ROOT / "analysis/measured_throughput.py", tmp_path, NEREUS_RUNS=str(tmp_path / "runs/took-place"))
+    assert "1 runs on 1 clusters" in named.stdout
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:

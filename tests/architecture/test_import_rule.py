@@ -24,6 +24,31 @@ def test_import_rule_holds() -> None:
     assert not report, report
 
 
+@pytest.fixture(scope="module")
+def clean(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A package of a few modules that keeps the rule."""
+    root = tmp_path_factory.mktemp("clean")
+    shutil.copy(ROOT / "pyproject.toml", root)
+    for module in (
+        "plan",
+        "transfer/routes",
+        "transitions/order",
+        "costs/step",
+        "planning/search",
+        "sim/world",
+        "runtime/slot",
+        "rl/batch",
+        "engines/vllm/sync",
+    ):
+        file = root / "nereus" / f"{module}.py"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("import vllm\n" if "engines" in module else "")
+    for folder in [root / "nereus", *(p for p in (root / "nereus").rglob("*") if p.is_dir())]:
+        (folder / "__init__.py").write_text('"""A package."""\n')
+    assert broken_imports(root) == ""
+    return root
+
+
 @pytest.mark.parametrize(
     ("path", "line", "complaint"),
     [
@@ -41,24 +66,7 @@ def test_import_rule_holds() -> None:
         ("rl/batch.py", "from megatron.core import parallel_state", "not allowed to import megatron"),
     ],
 )
-def test_import_rule_can_fail(tmp_path: Path, path: str, line: str, complaint: str) -> None:
-    shutil.copy(ROOT / "pyproject.toml", tmp_path)
-    for module in (
-        "plan",
-        "transfer/routes",
-        "transitions/order",
-        "costs/step",
-        "planning/search",
-        "sim/world",
-        "runtime/slot",
-        "rl/batch",
-        "engines/vllm/sync",
-    ):
-        file = tmp_path / "nereus" / f"{module}.py"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text("import vllm\n" if "engines" in module else "")
-    for folder in [tmp_path / "nereus", *(p for p in (tmp_path / "nereus").rglob("*") if p.is_dir())]:
-        (folder / "__init__.py").write_text('"""A package."""\n')
-    assert broken_imports(tmp_path) == ""
-    (tmp_path / "nereus" / path).write_text(f"{line}\n")
-    assert complaint in " ".join(broken_imports(tmp_path).split())
+def test_import_rule_can_fail(clean: Path, tmp_path: Path, path: str, line: str, complaint: str) -> None:
+    root = shutil.copytree(clean, tmp_path / "package")
+    (root / "nereus" / path).write_text(f"{line}\n")
+    assert complaint in " ".join(broken_imports(root).split())

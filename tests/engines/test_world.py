@@ -13,6 +13,7 @@ import torch.multiprocessing as mp
 
 from nereus.engines.world import ProcessWorld, census, destroy_groups
 from nereus.runtime.meeting import Meeting
+from tests.processes import prepared, side_by_side
 
 SIZE = 3
 
@@ -64,7 +65,7 @@ def work_inside(world: ProcessWorld, part: dist.ProcessGroup | None, rank: int) 
 
 def test_parts_of_the_world_and_back() -> None:
     meeting = Meeting("127.0.0.1", 20)
-    mp.spawn(member, args=(meeting.port,), nprocs=SIZE)
+    side_by_side(member, meeting.port, count=SIZE)
     meeting.close()
 
 
@@ -87,7 +88,7 @@ def survivor(rank: int, port: int, finished: mp.SimpleQueue) -> None:
 @contextmanager
 def two(target: Callable[[int, int, mp.SimpleQueue], None]) -> Iterator[tuple[Meeting, mp.SimpleQueue]]:
     """Two processes in a world, what they say, and that both end well."""
-    context = mp.get_context("spawn")
+    context = prepared()
     said, meeting = context.SimpleQueue(), Meeting("127.0.0.1", 20)
     processes = [context.Process(target=target, args=(rank, meeting.port, said)) for rank in range(2)]
     for process in processes:

@@ -26,18 +26,15 @@ from nereus.config import (
     TransferConfig,
     WarmupConfig,
 )
-from nereus.layout import first_plan
 from nereus.report.display import QuietDisplay
-from nereus.runtime.changes import ChangeRecord, change_plan, first_state, start_generation
-from nereus.runtime.job import Job
-from nereus.runtime.journal import Journal, RunFolder
+from nereus.runtime.changes import first_state, start_generation
+from nereus.runtime.driven import DrivenJob
+from nereus.runtime.journal import Journal
 from nereus.runtime.metrics import open_metrics
-from nereus.runtime.outset import export_model, other_states
-from nereus.runtime.phases import Phases, task_of
+from nereus.runtime.outset import other_states
 from nereus.runtime.pool import SlotPool
 from nereus.runtime.real import RealWorld
 from nereus.runtime.run import commander
-from nereus.transition import placed_change
 from nereus.transitions.change import Mode
 from nereus.validate import validate
 from nereus.world import drive
@@ -134,36 +131,16 @@ def run_job(
     return world
 
 
-class Scene:
+class Scene(DrivenJob):
     """A job that a test steps and changes by hand."""
 
     def __init__(self, pool: SlotPool, job_config: Config, folder: Path, *, generation: bool = True) -> None:
-        self.config, self.pool = job_config, pool
-        self.folder: RunFolder = create_run_folder(job_config, folder)
-        export_model(job_config, self.folder.model)
-        pool.call_all("configure", job_config, str(self.folder.model))
-        self.job = Job(config=job_config, pool=pool, plan=first_plan(job_config))
-        data = job_config.data
-        task = task_of(data.task, data.task_options, job_config.run.seed, data.prompt_template, "train")
-        self.phases = Phases(job=self.job, task=task, folder=self.folder.rollouts)
-        self.journal = Journal(self.folder.events)
-        self.steps = 0
+        super().__init__(pool, job_config, create_run_folder(job_config, folder))
         first_state(self.job)
         other_states(self.job)
         if generation:
             start_generation(self.job)
             self.job.plan_sync()
-
-    def step(self):
-        """One PPO step."""
-        self.steps += 1
-        return self.phases.run(self.steps)
-
-    def change(self, **stages: StageConfig) -> ChangeRecord:
-        """A live change of the named stages."""
-        record = ChangeRecord(transition=f"t{self.job.state_version + 1}", step=self.steps + 1)
-        change_plan(self.job, placed_change(self.config, self.job.plan, PlanChange(**stages)), record, self.journal)
-        return record
 
     def tensors(self, emu: str, component: str = "") -> dict[tuple[str, str], torch.Tensor]:
         """The state of an EMU, put together from all slots: {(component, tensor): full tensor}."""

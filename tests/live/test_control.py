@@ -73,6 +73,17 @@ def wait_until(pool: SlotPool, slots: tuple[int, ...], reached: Callable[[SlotSt
         time.sleep(0.01)
 
 
+def niceness(_: Any) -> int:
+    """Of the slot's process."""
+    return os.getpriority(os.PRIO_PROCESS, 0)
+
+
+def test_slots_are_as_urgent_as_their_driver(pool: SlotPool) -> None:
+    """Ray would start them at niceness 15, behind everything else on the host."""
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    assert set(pool.call_all("apply", niceness).values()) == {own}
+
+
 def test_it_answers_while_the_slot_computes(pool: SlotPool, tmp_path: Path) -> None:
     with busy(pool, (0, 1), compute, 60.0, str(tmp_path / "enough")) as done:
         started = time.monotonic()

@@ -6,7 +6,6 @@ import os
 from dataclasses import replace
 
 import torch
-import torch.multiprocessing as mp
 from torch import Tensor
 
 from nereus.boxes import Box
@@ -15,6 +14,7 @@ from nereus.runtime import fabric, state
 from nereus.runtime.meeting import Meeting
 from nereus.slices import Holding, check, cut, movement
 from nereus.storage import Shard
+from tests.processes import side_by_side
 
 SIZE = 3
 SHAPES = {"wide": ((7, 1500), "float32"), "tall": ((610, 9), "bfloat16"), "square": ((64, 90), "float32")}
@@ -84,5 +84,5 @@ def moves(rank: int, before: Holding, after: Holding, bucket_bytes: int) -> None
 
 def test_what_arrives_is_what_was_sent() -> None:
     meeting = Meeting("127.0.0.1", 60)
-    mp.spawn(member, args=(meeting.port,), nprocs=SIZE)
+    side_by_side(member, meeting.port, count=SIZE)
     meeting.close()

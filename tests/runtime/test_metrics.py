@@ -1,5 +1,6 @@
 """Metrics: one line a step; the real wandb mirrors them in its own file, silently, and never holds the run up."""
 
+import base64
 import importlib
 import json
 import math
@@ -18,6 +19,7 @@ from nereus.errors import ConfigError, JournalError
 from nereus.runtime import metrics as subject
 from nereus.runtime.journal import RunFolder
 from nereus.runtime.metrics import check_mirror, logged_in, open_metrics, read_metrics
+from tests.runtime.wandb_server import wandb_server
 
 DAMAGE = [('{"a":"x"}', "line 1: a: expected a number, found 'x'"), ('{"a":[1]}', "line 1: a: expected a number")]
 BLOCK_BYTES, HEADER_BYTES, CHUNK_HEADER_BYTES = 32768, 7, 7  # of a .wandb file: LevelDB's log format
@@ -123,6 +125,38 @@ def test_a_server_that_does_not_answer(
     assert "\n" not in notes[0]
     assert list(tmp_path.glob("wandb/offline-run-*/run-*.wandb"))
     assert capfd.readouterr() == ("", "")
+
+
+def test_an_online_run_reaches_the_server_and_a_resumed_one_goes_on_under_its_id(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    key = "1" * 40
+    monkeypatch.setenv("WANDB_API_KEY", key)
+    monkeypatch.setenv("WANDB_MODE", "offline")  # what the configuration says goes before it
+    with wandb_server() as server:
+        monkeypatch.setenv("WANDB_BASE_URL", server.url)
+        for step in (1, 2):  # the second time as a resumed run does
+            metrics = open_metrics(configured("online"), RunFolder(path=tmp_path), pytest.fail)
+            metrics.write(step, {"critic/score/mean": step / 4})
+            metrics.close()
+        first = server.runs[0]
+        known = {name: first[name] for name in ("project", "groupName", "jobType", "displayName")}
+        assert known == {
+            "project": "nereus",
+            "groupName": "workload-1",
+            "jobType": "nereus",
+            "displayName": tmp_path.name,
+        }
+        settings = {name: entry["value"] for name, entry in json.loads(first["config"]).items()}
+        assert (settings["system"], settings["algo"], settings["num_gpus"]) == ("nereus", "ppo", 4)
+        assert {run["name"] for run in server.runs} == {first["name"]}, "a resumed run has an id of its own"
+        told = [(row["training/global_step"], row["critic/score/mean"]) for row in server.rows]
+        assert told == [(1, 0.25), (2, 0.5)]
+        assert {base64.b64decode(sent.removeprefix("Basic ")) for sent in server.keys} == {f"api:{key}".encode()}
+        assert "config.yaml" in server.files
+    assert list(tmp_path.glob("wandb/run-*/run-*.wandb"))
+    assert capfd.readouterr() == ("", "")
+    assert wandb_children() == []
 
 
 DISTURBED = """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,12 +21,21 @@ from nereus.report.explain import explained, render
 from nereus.report.replay import first_difference, made_again, recorded
 from nereus.runtime.fleet_schedule import Relaunch, SlotsArrived, SlotsLeaving, Suspend
 from nereus.runtime.searches import Seek
+from nereus.runtime.steering import Steering
 from tests.runtime.toy_world import ToyWorld, job, run, told
 
+Usual = tuple[ToyWorld, Steering, list[dict[str, Any]], Path]
 
-def test_the_poor_layout_is_left_for_a_better_one_and_replay_decides_alike(tmp_path: Path) -> None:
-    world = ToyWorld(job())
-    steering, records = run(world, tmp_path / "events.jsonl")
+
+@pytest.fixture(scope="module")
+def usual(tmp_path_factory: pytest.TempPathFactory) -> Usual:
+    """A run that nothing disturbs, with its journal: not to be changed."""
+    world, events = ToyWorld(job()), tmp_path_factory.mktemp("usual") / "events.jsonl"
+    return world, *run(world, events), events
+
+
+def test_the_poor_layout_is_left_for_a_better_one_and_replay_decides_alike(usual: Usual) -> None:
+    world, steering, records, _ = usual
     assert [step for step, _ in world.ran] == list(range(1, 17))
     assert steering.controller is not None
     assert steering.controller.transitions_count >= 1
@@ -39,8 +49,8 @@ def test_the_poor_layout_is_left_for_a_better_one_and_replay_decides_alike(tmp_p
     assert any(kind == "decision" for kind, _ in again)
 
 
-def test_a_changed_event_gives_another_decision(tmp_path: Path) -> None:
-    _, records = run(ToyWorld(job()), tmp_path / "events.jsonl")
+def test_a_changed_event_gives_another_decision(usual: Usual) -> None:
+    _, _, records, _ = usual
     slow = [event for event in records if event["kind"] == "told"][2]["event"]
     seconds = {phase: 3.0 * value for phase, value in slow["phase_seconds"].items()}
     other = told(records, 2, step_seconds=3.0 * slow["step_seconds"], phase_seconds=seconds)
@@ -50,12 +60,12 @@ def test_a_changed_event_gives_another_decision(tmp_path: Path) -> None:
 
 
 def test_a_decision_that_was_tampered_with_is_found_and_told_with_exit_code_1(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    usual: Usual, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    world = ToyWorld(job())
+    world, _, _, events = usual
     folder = tmp_path / "run"
     folder.mkdir()
-    run(world, folder / "events.jsonl")
+    shutil.copy(events, folder)
     (folder / "config.yaml").write_text(dump_config(world.config))
     assert main(["replay", str(folder)]) == 0
     assert "made again: equal" in capsys.readouterr().out
