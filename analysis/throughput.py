@@ -25,7 +25,7 @@ import polars as pl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from nereus.report.figure import mark_sample, save, style
+from nereus.report.figure import draw
 from nereus.report.table import measured_or_sample
 
 NAME = "throughput"
@@ -162,11 +162,7 @@ def drawn() -> Figure:
         "8B PPO, SIMULATED: other systems over Nereus' settled plan. Grey: published ranges (verl 1.10-1.47, OpenRLHF 2.14-7.27)",
         fontsize=9,
     )
-    if SOURCE.sample:
-        mark_sample(figure)
     return figure
 
 
-with style():
-    for path in save(drawn(), HERE / "figures", NAME):
-        print(f"figure: {path}")
+print(draw(drawn, HERE / "figures", NAME, sample=SOURCE.sample))

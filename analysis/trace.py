@@ -27,7 +27,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from scipy.stats import t as student
 
-from nereus.report.figure import mark_sample, save, style
+from nereus.report.figure import draw
 from nereus.report.table import measured_or_sample
 
 NAME = "trace"
@@ -255,11 +255,7 @@ def drawn() -> Figure:
     panel(left)
     ladder(right)
     figure.suptitle("8B PPO on traces of nodes that come and go, SIMULATED; bars: mean ± 95 % over seeds", fontsize=9)
-    if SOURCE.sample:
-        mark_sample(figure)
     return figure
 
 
-with style():
-    for path in save(drawn(), HERE / "figures", NAME):
-        print(f"figure: {path}")
+print(draw(drawn, HERE / "figures", NAME, sample=SOURCE.sample))
