@@ -19,6 +19,7 @@
 # %%
 from __future__ import annotations
 
+import os
 from math import inf, sqrt
 from pathlib import Path
 
@@ -65,8 +66,9 @@ COLOURS = ("tab:blue", "tab:cyan", "tab:orange")
 # ## The numbers
 
 # %%
+EXPERIMENT = os.environ.get("NEREUS_EXPERIMENT", NAME)  # trace_full has ten seeds
 TABLE, SOURCE = measured_or_sample(
-    HERE.parent / "runs" / NAME / "table.parquet", HERE / "data" / f"{NAME}.sample.parquet"
+    HERE.parent / "runs" / EXPERIMENT / "table.parquet", HERE / "data" / f"{EXPERIMENT}.parquet"
 )
 Cell = tuple[str, str, str, int]  # configuration, place, curve, seed
 
@@ -140,7 +142,7 @@ def cell(baseline: str, place: str) -> str:
 
 
 kind = "SAMPLE DATA, not to be quoted; " if SOURCE.sample else ""
-print(f"{NAME}: {kind}simulated, {len(SOURCE.runs)} runs: {SOURCE.command}")
+print(f"{EXPERIMENT}: {kind}simulated, {len(SOURCE.runs)} runs: {SOURCE.command}")
 print("reduction of average step latency by nereus, mean over seeds and curves ± 95 %; (by the oracle, by the ceiling)")
 for place in PLACES:
     print(f"\n{place}:")
@@ -258,4 +260,4 @@ def drawn() -> Figure:
     return figure
 
 
-print(draw(drawn, HERE / "figures", NAME, sample=SOURCE.sample))
+print(draw(drawn, HERE / "figures", EXPERIMENT, sample=SOURCE.sample))
