@@ -317,7 +317,8 @@ class AdaptiveController:
     def _too_late(self, plan_id: str) -> str:
         """Why the state is saved before the change: slots of the plan leave before a live one is sure to end. Else "".
 
-        Without a price the longest change so far counts. What is lost already cannot be saved.
+        Without a price the longest change so far counts. What is lost already cannot be saved; a slot that is there after
+        its deadline stays until the plan has left it, as the real world's scheduled ones do.
         """
         leaving = [self._leaving[slot] for slot in self._slots & self._leaving.keys()]
         if not leaving or self._slots & self._empty or not self._slots <= self._present:
@@ -325,7 +326,7 @@ class AdaptiveController:
         prices = (c.price for c in (self._answer.candidates if self._answer else ()) if c.plan_id == plan_id)
         needed = next((p.mean_seconds + p.deviation_seconds for p in prices), 0.0) or self._change_seconds
         left = min(leaving) - self._at_seconds
-        if needed <= left:
+        if left <= 0 or needed <= left:
             return ""
         return f"the state is saved first: slots leave in {left:.1f} s, a live change may take {needed:.1f} s"
 

@@ -256,6 +256,15 @@ def test_a_change_that_ends_after_the_deadline_saves_first(price: float, saved: 
     assert ("the state is saved first" in command.reason) == saved
 
 
+def test_slots_that_wait_for_the_plan_to_leave_them_are_left_live() -> None:
+    job = Job()
+    job.step()
+    (search,) = job.tell(PreemptionNotice(at_seconds=job.now, slots=(3,), deadline_seconds=job.now))
+    assert isinstance(search, Search)
+    job.answer(search, shown(SMALL, 30.0))
+    assert isinstance(job.step()[-1], ChangePlan)
+
+
 def test_what_is_lost_already_is_not_saved() -> None:
     pair = plan_on((0, 1))
     job = Job(seconds=SECONDS | {pair.plan_id: 12.0})
