@@ -19,6 +19,7 @@ from nereus.control.records import (
     MemoryAlarm,
     Misfit,
     PreemptionNotice,
+    Restart,
     Search,
     SearchDone,
     StepMeasured,
@@ -241,6 +242,39 @@ def test_a_notice_is_used_until_the_last_step_that_fits_before_it() -> None:
     assert isinstance(commands[-1], ChangePlan)
     assert commands[-1].plan == SMALL
     assert "slot 3 of the plan leaves" in commands[-1].reason
+
+
+@pytest.mark.parametrize(("price", "saved"), [(11.0, False), (13.0, True)])
+def test_a_change_that_ends_after_the_deadline_saves_first(price: float, saved: bool) -> None:
+    job = Job()
+    job.step()
+    (search,) = job.tell(PreemptionNotice(at_seconds=job.now, slots=(3,), deadline_seconds=job.now + 22))
+    assert isinstance(search, Search)
+    job.answer(search, shown(SMALL, price))
+    (command,) = (each for each in job.step() if isinstance(each, ChangePlan | Restart))  # 12 s are left
+    assert isinstance(command, Restart) == saved
+    assert command.plan == SMALL
+    assert ("the state is saved first" in command.reason) == saved
+
+
+def test_slots_that_wait_for_the_plan_to_leave_them_are_left_live() -> None:
+    job = Job()
+    job.step()
+    (search,) = job.tell(PreemptionNotice(at_seconds=job.now, slots=(3,), deadline_seconds=job.now))
+    assert isinstance(search, Search)
+    job.answer(search, shown(SMALL, 30.0))
+    assert isinstance(job.step()[-1], ChangePlan)
+
+
+def test_what_is_lost_already_is_not_saved() -> None:
+    pair = plan_on((0, 1))
+    job = Job(seconds=SECONDS | {pair.plan_id: 12.0})
+    job.step()
+    job.tell(PreemptionNotice(at_seconds=job.now, slots=(2,), deadline_seconds=job.now + 5))
+    fleet = uniform(4).without(frozenset({3}))
+    commands = job.tell(FleetChanged(at_seconds=job.now, fleet=fleet, lost_slots=(3,)))
+    (search,) = (each for each in commands if isinstance(each, Search))
+    assert isinstance(job.answer(search, shown(pair, 30.0))[-1], ChangePlan)
 
 
 def test_a_memory_alarm_forces_a_change_when_there_is_one() -> None:
