@@ -237,7 +237,7 @@ def _stair(streams: Streams, job: Job, share: Floats) -> Ints:
     ends = np.cumsum(length)
     marks = np.rint(np.cumsum(share) * (ends[-1] / share.sum())).astype(np.int64)
     marks[-1] = ends[-1]
-    index = np.searchsorted(ends, marks, side="right")
+    index = np.asarray(np.searchsorted(ends, marks, side="right"), dtype=np.int64)
     inside = np.flatnonzero(index < len(ends))  # a mark inside a demand moves to the nearest edge of an element
     of = index[inside]
     base = ends[of] - length[of] - demand[of, 2]
