@@ -1,9 +1,9 @@
 CONFIG ?= experiments/quickstart.yaml
 ARGS ?=
-EXPERIMENT ?= $(filter-out ppo_8b quickstart_pair,$(patsubst experiments/%.py,%,$(sort $(wildcard experiments/*.py))))
+EXPERIMENT ?= $(filter-out ppo_8b quickstart_pair trace_full,$(patsubst experiments/%.py,%,$(sort $(wildcard experiments/*.py))))
 JOBS ?= 2
 
-.PHONY: run test experiments analysis slurm-test bench-adapt bench-admission bench-checkpoints bench-controller bench-faults bench-gpu-check bench-overhead bench-plan bench-planner bench-published bench-transition baselines-check verl-parity gpu-contract check setup clean
+.PHONY: run test experiments experiments-full analysis slurm-test bench-adapt bench-admission bench-checkpoints bench-controller bench-faults bench-gpu-check bench-overhead bench-plan bench-planner bench-published bench-transition baselines-check verl-parity gpu-contract check setup clean
 
 run: setup  ## train CONFIG (dotted overrides in ARGS)
 	@.venv/bin/nereus train $(CONFIG) $(ARGS)
@@ -19,6 +19,10 @@ ifeq ($(origin EXPERIMENT),file)
 	@[ -z "$(POINTS)" ] || OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.published_steps --points $(POINTS) --table runs/accuracy/table.parquet
 	@set -e; for name in $(EXPERIMENT); do .venv/bin/nereus experiment verify $$name --jobs $(JOBS); done
 endif
+
+experiments-full: setup  ## experiments/trace.py with ten seeds, and its table: about forty minutes on two cores
+	@.venv/bin/nereus experiment run trace_full --jobs $(JOBS) $(ARGS)
+	@.venv/bin/nereus experiment collect trace_full $(ARGS)
 
 analysis: setup  ## draw every figure of analysis/ into analysis/figures/, from collected tables, those that ship, or marked samples
 	@failed=0; for script in analysis/*.py; do .venv/bin/python "$$script" || { echo "$$script failed" >&2; failed=1; }; done; exit $$failed

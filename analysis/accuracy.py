@@ -24,7 +24,7 @@ import polars as pl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from nereus.report.figure import mark_sample, save, style
+from nereus.report.figure import draw
 from nereus.report.table import measured_or_sample
 
 NAME = "accuracy"
@@ -112,11 +112,7 @@ def drawn() -> Figure:
     """The figure."""
     figure = Figure(figsize=(5.6, 5.0), layout="constrained")
     compared(figure.subplots())
-    if SOURCE.sample:
-        mark_sample(figure)
     return figure
 
 
-with style():
-    for path in save(drawn(), HERE / "figures", NAME):
-        print(f"figure: {path}")
+print(draw(drawn, HERE / "figures", NAME, sample=SOURCE.sample))

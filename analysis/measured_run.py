@@ -31,7 +31,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from nereus.report.figure import mark_sample, save, style
+from nereus.report.figure import draw
 from nereus.report.run_table import run_or_sample
 
 NAME = "measured_run"
@@ -231,11 +231,7 @@ def drawn() -> Figure:
     draw_predictions(figure.add_subplot(rows[2]))
     draw_timeline(figure.add_subplot(rows[3]))
     figure.suptitle(f"Run {RUN} ({KIND}). Broken lines: changes of plan", fontsize=9)
-    if SOURCE.sample:
-        mark_sample(figure)
     return figure
 
 
-with style():
-    for path in save(drawn(), HERE / "figures", NAME):
-        print(f"figure: {path}")
+print(draw(drawn, HERE / "figures", NAME, sample=SOURCE.sample))

@@ -25,7 +25,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from nereus.report.figure import mark_sample, save, style
+from nereus.report.figure import draw
 from nereus.report.table import measured_or_sample
 
 NAME = "quickstart_pair"
@@ -195,11 +195,7 @@ def drawn() -> Figure:
     seeds = ", ".join(map(str, TABLE["seed"].unique().sort()))
     head = f"Quickstart with live changes of layout and without (seeds {seeds}: mean and range)"
     figure.suptitle(f"{head}. Grey lines: changes, pauses {pauses}", fontsize=9)
-    if SOURCE.sample:
-        mark_sample(figure)
     return figure
 
 
-with style():
-    for path in save(drawn(), HERE / "figures", NAME):
-        print(f"figure: {path}")
+print(draw(drawn, HERE / "figures", NAME, sample=SOURCE.sample))

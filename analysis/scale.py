@@ -25,7 +25,7 @@ import polars as pl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from nereus.report.figure import mark_sample, save, style
+from nereus.report.figure import draw
 from nereus.report.table import measured_or_sample
 
 NAME = "scale"
@@ -126,11 +126,7 @@ def drawn() -> Figure:
     fleet(left)
     shares(right)
     figure.suptitle("1,000 steps of 8B PPO on up to 1,024 A100, SIMULATED", fontsize=9)
-    if SOURCE.sample:
-        mark_sample(figure)
     return figure
 
 
-with style():
-    for path in save(drawn(), HERE / "figures", NAME):
-        print(f"figure: {path}")
+print(draw(drawn, HERE / "figures", NAME, sample=SOURCE.sample))

@@ -23,7 +23,7 @@ import polars as pl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from nereus.report.figure import mark_sample, save, style
+from nereus.report.figure import draw
 from nereus.report.table import measured_or_sample
 
 NAME = "sensitivity"
@@ -147,11 +147,7 @@ def drawn() -> Figure:
         "8B PPO on a trace of 64 H100, SIMULATED: gain of nereus over dp-scaling. Dashed: the paper's abstract, 27.7 %",
         fontsize=9,
     )
-    if SOURCE.sample:
-        mark_sample(figure)
     return figure
 
 
-with style():
-    for path in save(drawn(), HERE / "figures", NAME):
-        print(f"figure: {path}")
+print(draw(drawn, HERE / "figures", NAME, sample=SOURCE.sample))

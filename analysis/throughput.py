@@ -25,7 +25,7 @@ import polars as pl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from nereus.report.figure import mark_sample, save, style
+from nereus.report.figure import draw
 from nereus.report.table import measured_or_sample
 
 NAME = "throughput"
@@ -48,9 +48,7 @@ PHASES = ("update_weights", "gen", "old_log_prob", "ref", "values", "update_crit
 # ## The numbers
 
 # %%
-TABLE, SOURCE = measured_or_sample(
-    HERE.parent / "runs" / NAME / "table.parquet", HERE / "data" / f"{NAME}.sample.parquet"
-)
+TABLE, SOURCE = measured_or_sample(HERE.parent / "runs" / NAME / "table.parquet", HERE / "data" / f"{NAME}.parquet")
 
 
 def means() -> dict[tuple[str, str, str, str], float]:
@@ -162,11 +160,7 @@ def drawn() -> Figure:
         "8B PPO, SIMULATED: other systems over Nereus' settled plan. Grey: published ranges (verl 1.10-1.47, OpenRLHF 2.14-7.27)",
         fontsize=9,
     )
-    if SOURCE.sample:
-        mark_sample(figure)
     return figure
 
 
-with style():
-    for path in save(drawn(), HERE / "figures", NAME):
-        print(f"figure: {path}")
+print(draw(drawn, HERE / "figures", NAME, sample=SOURCE.sample))

@@ -19,6 +19,7 @@
 # %%
 from __future__ import annotations
 
+import os
 from math import inf, sqrt
 from pathlib import Path
 
@@ -27,7 +28,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from scipy.stats import t as student
 
-from nereus.report.figure import mark_sample, save, style
+from nereus.report.figure import draw
 from nereus.report.table import measured_or_sample
 
 NAME = "trace"
@@ -65,8 +66,9 @@ COLOURS = ("tab:blue", "tab:cyan", "tab:orange")
 # ## The numbers
 
 # %%
+EXPERIMENT = os.environ.get("NEREUS_EXPERIMENT", NAME)  # trace_full has ten seeds
 TABLE, SOURCE = measured_or_sample(
-    HERE.parent / "runs" / NAME / "table.parquet", HERE / "data" / f"{NAME}.sample.parquet"
+    HERE.parent / "runs" / EXPERIMENT / "table.parquet", HERE / "data" / f"{EXPERIMENT}.parquet"
 )
 Cell = tuple[str, str, str, int]  # configuration, place, curve, seed
 
@@ -140,7 +142,7 @@ def cell(baseline: str, place: str) -> str:
 
 
 kind = "SAMPLE DATA, not to be quoted; " if SOURCE.sample else ""
-print(f"{NAME}: {kind}simulated, {len(SOURCE.runs)} runs: {SOURCE.command}")
+print(f"{EXPERIMENT}: {kind}simulated, {len(SOURCE.runs)} runs: {SOURCE.command}")
 print("reduction of average step latency by nereus, mean over seeds and curves ± 95 %; (by the oracle, by the ceiling)")
 for place in PLACES:
     print(f"\n{place}:")
@@ -255,11 +257,7 @@ def drawn() -> Figure:
     panel(left)
     ladder(right)
     figure.suptitle("8B PPO on traces of nodes that come and go, SIMULATED; bars: mean ± 95 % over seeds", fontsize=9)
-    if SOURCE.sample:
-        mark_sample(figure)
     return figure
 
 
-with style():
-    for path in save(drawn(), HERE / "figures", NAME):
-        print(f"figure: {path}")
+print(draw(drawn, HERE / "figures", EXPERIMENT, sample=SOURCE.sample))

@@ -9,7 +9,8 @@ contestant runs, in turn, `--repeats` times. "Best" is the fastest start that no
 Which is which:
 
   nereus            decides by itself from what it measures; told of nothing but the fleet
-  dp-scaling        keeps TP and PP of its start, DP follows the slots: any number, or divisors of the batch
+  dp-scaling        keeps TP and PP of its start, DP follows the slots: divisors of the batch alone from the usual start, as
+                    a usual framework needs it, and any number ("any") from the best one
   restart           as dp-scaling (any) but each change through a checkpoint; the start of processes is not charged
   fixed             its first plan for ever; where a slot of it is away the job stands still, and that counts
   static            the static plan that is best over the whole schedule, known in hindsight only
@@ -133,8 +134,8 @@ def options_of(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="write everything that was measured")
     parser.add_argument("--only", default="", help="contestants whose name has this")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=20, help="steps of a run")
-    parser.add_argument("--static-steps", type=int, default=3, help="steps of a static plan under each condition")
+    parser.add_argument("--steps", type=int, default=16, help="steps of a run")
+    parser.add_argument("--static-steps", type=int, default=2, help="steps of a static plan under each condition")
     parser.add_argument(
         "--plans", nargs="+", default=tuple(PLANS), choices=tuple(PLANS), help="static plans to measure"
     )
@@ -149,7 +150,7 @@ def main(arguments: list[str]) -> int:
     segments = schedule_of(options.steps)
     static, runs, who, code = dict[str, Any](), list[Any](), tuple[Contestant, ...](), 0
     cores = Cores()
-    throttle = Throttle(capped=cores.capped)
+    throttle = Throttle(cores)
     with StopSignal() as signal:
         pool: KeptPool | None = None
         try:

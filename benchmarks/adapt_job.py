@@ -98,21 +98,12 @@ def wide(dp: int, micro_batch: int = SMALL, **more: Any) -> PlanConfig:
     return stages(S(dp=dp, micro_batch=micro_batch, **more))
 
 
-def by_share(*parts: int) -> PlanConfig:
-    """DP with these shares of a mini-batch."""
-    whole = tuple(MINI_BATCHES * part for part in parts)
-    train = S(dp=len(parts), micro_batch=SMALL, shares=parts)
-    infer = replace(train, shares=whole)
-    return PlanConfig(actor_train=train, critic_train=train, reference_infer=infer, actor_generate=infer)
-
-
 USUAL = "TP2·PP2"
 PLANS: dict[str, PlanConfig] = {
     USUAL: stages(S(tp=2, pp=2, micro_batch=SMALL), S(tp=2, dp=2)),
     "PP2·DP2": stages(S(pp=2, dp=2, micro_batch=SMALL), S(dp=4)),
     f"DP4 mb{WHOLE}": wide(4, WHOLE),
     f"DP4 mb{SMALL}": wide(4),
-    "DP4 58/32/55/55": by_share(58, 32, 55, 55),
     f"DP3 mb{SMALL}": wide(3),
     "DP3 without 1": wide(3, slots=(0, 2, 3)),
 }
@@ -136,7 +127,6 @@ def contestants(best: str, static: str) -> tuple[Contestant, ...]:
         Contestant(name=f"dp-scaling from {USUAL}", start=USUAL, policy="dp-scaling", divisible=True),
         Contestant(name=f"nereus from {best}", start=best, policy="nereus"),
         Contestant(name=f"dp-scaling (any) from {best}", start=best, policy="dp-scaling"),
-        Contestant(name=f"dp-scaling (divisible) from {best}", start=best, policy="dp-scaling", divisible=True),
         Contestant(name=f"restart from {best}", start=best, policy="restart"),
         Contestant(name=f"fixed from {best}", start=best, policy="fixed"),
         Contestant(name=f"static {static}", start=static, policy="fixed"),

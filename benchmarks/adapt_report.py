@@ -155,12 +155,11 @@ def contest_text(runs: Sequence[Run], names: Sequence[str], segments: Sequence[S
 
 def target_text(runs: Sequence[Run], names: Sequence[str], segments: Sequence[Segment]) -> Iterator[str]:
     """Ratios that have a target, and whether they meet it; `names` as `contestants` orders them."""
-    usual, scaling, best, any_dp, divisible, restart, fixed, static = names
+    usual, scaling, best, any_dp, restart, fixed, static = names
     rows = (
         (usual, scaling, "at most 0.723: 27.7 % below", lambda r: r.mean <= 1 - 0.277),
         (usual, static, "below 1", lambda r: r.mean < 1),
         (best, any_dp, "the interval reaches 1.01 or less", lambda r: r.low <= 1.01),
-        (best, divisible, "", None),
         (best, restart, "", None),
         (best, fixed, "", None),
         (best, static, "below 1", lambda r: r.mean < 1),

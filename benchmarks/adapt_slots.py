@@ -23,8 +23,10 @@ from nereus.runtime.pool import Boot, SlotPool
 
 CORE_SHARE = 0.5
 PERIOD_SECONDS = 0.01
+SLOW_SHARE = 0.5
+"""Of what it else could, a slow slot computes so much: its control group has less, or it is stopped and let go in turn."""
 RUNNING_SECONDS = 0.01
-"""A slow slot is stopped and let go in turn, so that it computes half of what it else could; so long each time."""
+"""A slot without a control group of its own runs so long each time."""
 THROTTLE = """
 import os, select, signal, sys, time
 stopped, running, pid = float(sys.argv[1]), float(sys.argv[2]), 0
@@ -133,13 +135,20 @@ class Cores:
             if self._folder is not None:
                 folder = self._folder / f"nereus-bench-{pid}"
                 folder.mkdir(exist_ok=True)
-                period, quota = (str(round(1e6 * s)) for s in (PERIOD_SECONDS, CORE_SHARE * PERIOD_SECONDS))
-                if (folder / "cpu.max").exists():
-                    (folder / "cpu.max").write_text(f"{quota} {period}")
-                else:
-                    (folder / "cpu.cfs_period_us").write_text(period)
-                    (folder / "cpu.cfs_quota_us").write_text(quota)
+                self.give(pid, CORE_SHARE)
                 (folder / "cgroup.procs").write_text(str(pid))
+
+    def give(self, pid: int, share: float) -> None:
+        """So much of a core for a process that is held."""
+        if self._folder is None or pid not in self._held:
+            return
+        folder = self._folder / f"nereus-bench-{pid}"
+        period, quota = (str(round(1e6 * s)) for s in (PERIOD_SECONDS, share * PERIOD_SECONDS))
+        if (folder / "cpu.max").exists():
+            (folder / "cpu.max").write_text(f"{quota} {period}")
+        else:
+            (folder / "cpu.cfs_period_us").write_text(period)
+            (folder / "cpu.cfs_quota_us").write_text(quota)
 
     def close(self) -> None:
         """Takes the groups away once their processes are gone."""
@@ -167,10 +176,9 @@ def _group_folder() -> Path | None:
 class Throttle:
     """Makes one process slow from outside, or none."""
 
-    def __init__(self, *, capped: bool) -> None:
-        part = 0.5 * (CORE_SHARE if capped else 1.0)
-        stopped = RUNNING_SECONDS / part - RUNNING_SECONDS
-        self._pid = 0
+    def __init__(self, cores: Cores) -> None:
+        self._cores, self._pid = cores, 0
+        stopped = RUNNING_SECONDS / SLOW_SHARE - RUNNING_SECONDS
         self._process = subprocess.Popen(
             [sys.executable, "-c", THROTTLE, str(stopped), str(RUNNING_SECONDS)],
             stdin=subprocess.PIPE,
@@ -181,6 +189,11 @@ class Throttle:
     def hold(self, pid: int) -> None:
         """This process from now on; 0 for none."""
         if pid == self._pid:
+            return
+        if self._cores.capped:
+            self._cores.give(self._pid, CORE_SHARE)
+            self._cores.give(pid, SLOW_SHARE * CORE_SHARE)
+            self._pid = pid
             return
         self._pid = pid
         assert self._process.stdin is not None

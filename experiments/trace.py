@@ -12,6 +12,7 @@ Carried out by `nereus experiment run trace`, drawn by analysis/trace.py.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from nereus.cli.models import load_model
@@ -73,11 +74,11 @@ def recipe(slots: int) -> PlanConfig:
     )
 
 
-def scenario(place: str, curve: str, seed: int) -> Run:
+def scenario(place: str, curve: str, seed: int, name: str) -> Run:
     """What the runs of a scenario share."""
     trace, slots, notice_seconds = PLACES[place]
     return Run(
-        experiment=NAME,
+        experiment=name,
         variant="",
         workload=workload(),
         fleet=FleetConfig(slots=slots, slot_budget_bytes=81_000_000_000),
@@ -87,18 +88,17 @@ def scenario(place: str, curve: str, seed: int) -> Run:
     )
 
 
-def runs() -> tuple[Run, ...]:
+def runs(seeds: Sequence[int] = SEEDS, name: str = NAME) -> tuple[Run, ...]:
     """Every policy in every scenario; an oracle of each looks back on all of them but ablations and freedoms."""
     made: list[Run] = []
     for place in PLACES:
         for curve in CURVES:
-            for seed in SEEDS:
-                made += _runs_of(place, curve, seed)
+            for seed in seeds:
+                made += _runs_of(scenario(place, curve, seed, name), place, curve)
     return tuple(made)
 
 
-def _runs_of(place: str, curve: str, seed: int) -> list[Run]:
-    shared = scenario(place, curve, seed)
+def _runs_of(shared: Run, place: str, curve: str) -> list[Run]:
     named = {"nereus": "nereus", **BASELINES, **BEST_STARTS}
     if (place, curve) in PARTS:
         named |= {policy: policy for policy in (*ABLATIONS, *FREEDOMS)}

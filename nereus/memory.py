@@ -12,7 +12,7 @@ from functools import lru_cache
 
 from nereus.config import Config, ModelConfig
 from nereus.errors import ConfigError, InfeasiblePlan
-from nereus.layout import Plan, StagePlan, batch_shares, first_plan, micro_batch_rows
+from nereus.layout import Layout, Plan, StagePlan, batch_shares, first_plan, micro_batch_rows
 from nereus.lengths import largest_limit, largest_row_tokens, request_tokens, response_limit, row_tokens
 from nereus.model import DTYPE_BYTES, ModelSpec, is_sparse, models_of
 from nereus.storage import holding, megatron_params, owned_ranges, vocab_rows
@@ -58,12 +58,17 @@ def state_bytes(spec: ModelSpec, stage: StagePlan, rank: int) -> dict[str, int]:
     weights; where it trains also grads (float32, of all local weights), masters (of weights that are not float32) and
     moments (two, float32), each of the elements whose optimizer state the rank owns; rng.
     """
-    at = stage.layout.coordinates(rank)
-    params = megatron_params(spec, stage.layout, at)
+    return dict(_state_bytes(spec, stage.layout, rank, trains=stage.stage == "train"))
+
+
+@lru_cache(maxsize=4096)
+def _state_bytes(spec: ModelSpec, layout: Layout, rank: int, *, trains: bool) -> Mapping[str, int]:
+    at = layout.coordinates(rank)
+    params = megatron_params(spec, layout, at)
     weights = sum(p.elements * DTYPE_BYTES[p.dtype] for p in params)
-    if stage.stage != "train":
+    if not trains:
         return {"weights": weights, "rng": RNG_BYTES}
-    owned = {name: stop - start for name, (start, stop) in owned_ranges(params, stage.layout, at).items()}
+    owned = {name: stop - start for name, (start, stop) in owned_ranges(params, layout, at).items()}
     return {
         "weights": weights,
         "grads": sum(p.elements for p in params) * 4,

@@ -215,7 +215,7 @@ def _checked(state: Observed, record: Mapping[str, Any]) -> Observed:
     """The slots' speeds after a check. Where one is told anew, the step before it is measured against no prediction."""
     processes = _numbered(record["processes"])
     seconds = {processes[int(slot)]: each for slot, each in record["seconds"].items()}
-    speeds = state.speeds.observe(seconds, record["step"])
+    speeds = state.speeds.observe(seconds, record["step"], late=record.get("late", False))
     slow = speeds.slow(processes)
     if state.profile is None or slow == state.profile.slow:
         return replace(state, speeds=speeds)

@@ -122,30 +122,42 @@ def step_terms(
     config: Config, plan: Plan, batch: StepBatch, profile: Profile, fresh: Collection[str] = ()
 ) -> dict[str, Terms]:
     """Phase -> terms of a step of `batch` under `plan`; `fresh` names the stages whose engines have not run yet."""
-    rates = profile.rates(config.fleet.slot_budget_bytes)
-    shape = shape_of(config.model)
     terms: dict[str, Terms] = {"rest": _rest(batch)}
-    if batch.sampled:
-        terms["update_weights"] = _sync(config, plan.actor_generate, shape, rates, profile)
-        terms["gen"] = _generate(config, plan.actor_generate, shape, batch, rates, profile)
-    for phase, name in (("old_log_prob", "actor_train"), ("ref", "reference_infer"), ("values", "critic_train")):
-        stage: StagePlan = getattr(plan, name)
-        sized = _headless(shape) if stage.model == "critic" else shape
-        work = _work(config, stage, batch, batch.samples, profile)
-        terms[phase] = _crowded(forward_terms(sized, stage.layout, work, rates), stage, work, batch.samples, profile)
-    algorithm = config.algorithm
-    for phase, name in (("update_critic", "critic_train"), ("update_actor", "actor_train")):
-        stage = getattr(plan, name)
-        sized = _headless(shape) if stage.model == "critic" else shape
-        samples = batch.samples // algorithm.mini_batches
-        work = _work(config, stage, batch, samples, profile)
-        once = _crowded(train_terms(sized, stage.layout, work, rates), stage, work, samples, profile)
-        steps = algorithm.mini_batches * algorithm.epochs
-        terms[phase] = {term: steps * seconds for term, seconds in once.items()}
+    for name, stage in plan.stages():
+        terms |= stage_terms(config, name, stage, batch, profile)
     for phase, name in PHASE_STAGES.items():
         if phase in terms and name in fresh:
             terms[phase] = {**terms[phase], "first_use": FIRST_USE_SECONDS * every_slot(getattr(plan, name), profile)}
     return {phase: terms[phase] for phase in PHASES if phase in terms}
+
+
+def stage_terms(
+    config: Config, name: str, stage: StagePlan, batch: StepBatch, profile: Profile
+) -> dict[str, dict[str, float]]:
+    """Phase -> terms of the phases whose time the plan of model-stage `name` decides."""
+    rates = profile.rates(config.fleet.slot_budget_bytes)
+    shape = shape_of(config.model)
+    if name == "actor_generate":
+        if not batch.sampled:
+            return {}
+        sync = _sync(config, stage, shape, rates, profile)
+        return {"update_weights": sync, "gen": _generate(config, stage, shape, batch, rates, profile)}
+    sized = _headless(shape) if stage.model == "critic" else shape
+    terms: dict[str, dict[str, float]] = {}
+    for phase, of in PHASE_STAGES.items():
+        if of != name:
+            continue
+        if PHASE_KINDS[phase] == "infer":
+            work = _work(config, stage, batch, batch.samples, profile)
+            once = forward_terms(sized, stage.layout, work, rates)
+            terms[phase] = _crowded(once, stage, work, batch.samples, profile)
+            continue
+        samples = batch.samples // config.algorithm.mini_batches
+        work = _work(config, stage, batch, samples, profile)
+        crowded = _crowded(train_terms(sized, stage.layout, work, rates), stage, work, samples, profile)
+        steps = config.algorithm.mini_batches * config.algorithm.epochs
+        terms[phase] = {term: steps * seconds for term, seconds in crowded.items()}
+    return terms
 
 
 def _headless(shape: Shape) -> Shape:
@@ -192,7 +204,7 @@ def _crowded(terms: Terms, stage: StagePlan, work: BatchWork, samples: int, prof
     most = max(1, shares[_last(shares, speeds)])
     whole = layout.ranks // layout.pp / layout.dp * (own + steps * bubble)
     parts = [share / most for share in shares]
-    last = finish(parts, speeds, alone=own + bubble, crowded=whole, together=profile.together_slots)
+    last = finish(parts, speeds, alone=own + bubble, crowded=whole, together=profile.at_once_slots)
     stretch = last / (own + bubble) if own else 1.0
     every = every_slot(stage, profile)
     found: dict[str, float] = {}

@@ -33,6 +33,8 @@ AHEAD_STEPS = 3
 """So long before a change is forced by a plan that stops fitting, candidates are searched anew."""
 WHOLE_STEPS = 4
 """All candidates are weighed at least so often, the nearest at every step."""
+SLOWED_RATIO = 1.2
+"""A plan that news make so much slower does not run before the search has answered: a search takes a small part of a step."""
 
 
 class Adaptive:
@@ -54,6 +56,7 @@ class Adaptive:
         self.measured_steps = 0
         self.evident = False
         self._due: str | None = None
+        self._slowed = False  # by the last news, and no search has answered since
         self._answer: SearchDone | None = None
         self._answered_steps = 0  # how many were measured when it came
         self._near: tuple[str, int] | None = None  # the nearest when all were weighed, and how many steps ago
@@ -85,6 +88,7 @@ class Adaptive:
         share = self.noise.share
         self.offsets = self.offsets.observe(self._kind, surprise, belief_share=belief, noise_share=share)
         ratio = self.offsets.of(self._kind).ratio
+        before = self.outlook.step(plan_id).mean_seconds if step.news else 0.0
         self.outlook = self.outlook.observe(step, plan_id, ratio=ratio, noise_share=share)
         self.history = self.history.step()
         self.measured_steps += 1
@@ -97,6 +101,7 @@ class Adaptive:
             self.evident, self._due = True, "the first plan is measured"
         if step.news:
             self.happened(step.news, ended=True)
+            self._slowed = self.outlook.step(plan_id).mean_seconds > SLOWED_RATIO * before
         self._watch(step, plan_id)
 
     def _expected_of(self, step: StepMeasured, plan_id: str) -> float:
@@ -137,7 +142,7 @@ class Adaptive:
 
     def answered(self, answer: SearchDone) -> None:
         """Meets the candidates."""
-        self._due, self._answer, self._bars, self._near = None, answer, None, None
+        self._due, self._answer, self._bars, self._near, self._slowed = None, answer, None, None, False
         self._answered_steps = self.measured_steps
         ran = {name: kind for name, kind in self._kinds.items() if name in self._ran}
         self._kinds = {**ran, **{c.plan_id: c.kind for c in answer.candidates}}
@@ -149,7 +154,7 @@ class Adaptive:
             wanted = self.caution.wanted_steps(self.caution.probation_steps, self.noise.share)
             self.probation = Probation(plan_id=plan_id, before_id=self._plan_id, wanted_steps=wanted)
         self._plan_id, self._kind = plan_id, self._kinds.get(plan_id) or plan_kind(plan)
-        self._answer, self._due, self._foreseen, self._near = None, None, False, None
+        self._answer, self._due, self._foreseen, self._near, self._slowed = None, None, False, None, False
         self.regret_seconds, self._counted = 0.0, True
         self._ran.pop(plan_id, None)
         self._ran[plan_id] = plan
@@ -185,6 +190,9 @@ class Adaptive:
 
         While the nearest is rejected as before, the others wait: whatever is decided anew is decided among all.
         """
+        if self._waits(situation):  # the last step's regret is counted by the answer
+            entries, self._entries = self._entries, ()
+            return Choice(action="wait", reason="the search about the news is under way", entries=entries)
         weighed = self._weighed(situation, self._near_id())
         self._count_regret(weighed)
         admission = self._admission(situation, weighed)
@@ -206,6 +214,11 @@ class Adaptive:
         plan_id = admission.chosen.plan_id
         plan = next(c.plan for c in answer.candidates if c.plan_id == plan_id)
         return Choice(action="move", plan=plan, plan_id=plan_id, reason=_why(admission), entries=entries)
+
+    def _waits(self, situation: Situation) -> bool:
+        """Whether the step waits for the answer about a plan that news made slower, and which may be left."""
+        asked = situation.searching or self.question(situation) is not None
+        return self._slowed and asked and not situation.switches.dry_run and self._hindrance(situation, None) is None
 
     def _is_spent(self, situation: Situation, weighed: tuple[Weighed, ...]) -> bool:
         """Whether steps since the answer have barred every candidate of it, and a change is needed: others may be left."""

@@ -314,6 +314,22 @@ class AdaptiveController:
                 return f"slot {slot} of the plan leaves before the next step is sure to end"
         return None
 
+    def _too_late(self, plan_id: str) -> str:
+        """Why the state is saved before the change: slots of the plan leave before a live one is sure to end. Else "".
+
+        Without a price the longest change so far counts. What is lost already cannot be saved; a slot that is there after
+        its deadline stays until the plan has left it, as the real world's scheduled ones do.
+        """
+        leaving = [self._leaving[slot] for slot in self._slots & self._leaving.keys()]
+        if not leaving or self._slots & self._empty or not self._slots <= self._present:
+            return ""
+        prices = (c.price for c in (self._answer.candidates if self._answer else ()) if c.plan_id == plan_id)
+        needed = next((p.mean_seconds + p.deviation_seconds for p in prices), 0.0) or self._change_seconds
+        left = min(leaving) - self._at_seconds
+        if left <= 0 or needed <= left:
+            return ""
+        return f"the state is saved first: slots leave in {left:.1f} s, a live change may take {needed:.1f} s"
+
     def _settled(self) -> tuple[AdaptiveCommand, ...]:
         """What is due before the step."""
         if self.stopping or self.step > self.last_step:
@@ -326,8 +342,10 @@ class AdaptiveController:
             assert choice.plan is not None
             self.state, self._lost_in_change = "changing", frozenset()
             self._wanted, self._wanted_id = choice.plan, choice.plan_id
-            make = Restart if self.policy.by_restart else ChangePlan
-            return (*records, make(step=self.step, plan=choice.plan, reason=choice.reason))
+            late = self._too_late(choice.plan_id)
+            reason = f"{choice.reason}; {late}" if late else choice.reason
+            make = Restart if self.policy.by_restart or late else ChangePlan
+            return (*records, make(step=self.step, plan=choice.plan, reason=reason))
         self.state = "waiting"
         asked = self._asked()
         if choice.action == "stay" or (choice.action == "move" and not self._broken()):

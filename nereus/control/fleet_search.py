@@ -1,12 +1,14 @@
 """The answer to a `Search` on a fleet of GPUs: the planner's best plans, priced from what the slots hold now. Pure.
 
 Plans come from the planner's search by horizon x step, from the present plan with one stage of those, and from the plans
-asked for. In rising horizon x step + least price they are priced by their transition graphs, until the next one's least
-cost is above the cost of the best.
+asked for. In rising horizon x step + least price their changes are estimated, until the next one's least cost is above the
+cost of the best. The best is priced by its transition graph, and so is whichever is best then.
 """
 
 from __future__ import annotations
 
+from bisect import insort
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from math import ceil
@@ -29,18 +31,21 @@ ROOM_RATIO = 1.15
 MET_COUNT = 8
 """How many plans of different layouts the planner answers."""
 PRICED_COUNT, MANY_SLOTS, FEW_PRICED_COUNT = 6, 128, 3
-"""So many graphs are made in one search; on more than MANY_SLOTS slots fewer."""
+"""So many changes are estimated in one search; on more than MANY_SLOTS slots fewer."""
 ALTERNATIVES_COUNT = 3
-"""So many are priced even if none can be better than the first: memory or a failed change may bar that one."""
+"""So many are answered even if none can be better than the first: memory or a failed change may bar that one."""
 FLEET_SPACE = Space(recomputes=("none",), shardings=("optimizer",), pools=False)
 """What a Plan can say: all stages share the slots, nothing is recomputed or fully sharded."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pricer:
-    """What changes from the present plan cost: `price` by the graph (None: no change leads there), `bound` never above it."""
+    """What changes from the present plan cost: `price` by the graph (None: no change leads there), `estimate` without it,
+    `bound` never above both.
+    """
 
     price: Callable[[Plan], PriceEstimate | None]
+    estimate: Callable[[Plan], PriceEstimate | None]
     bound: Callable[[Plan], float]
 
 
@@ -137,25 +142,48 @@ class _FleetSearch:
         return Plan(**stages)
 
     def priced(self) -> list[Candidate]:
-        """The best of what was met, cheapest first, by graphs; those asked for in any case."""
+        """The best of what was met, cheapest first: by estimates, and the first one by its graph."""
         horizon = max(self.request.horizon_steps, 1.0)
-        bounds = {name: horizon * step + self.pricer.bound(plan) for name, (step, plan) in self.met.items()}
-        left: int = PRICED_COUNT if len(self.request.slots) <= MANY_SLOTS else FEW_PRICED_COUNT
+        left = deque(self._estimable(horizon))
         kept: list[tuple[float, Candidate]] = []
+        graphed = set[str]()
+        while True:
+            while left and (len(kept) < ALTERNATIVES_COUNT or left[0][0] < kept[0][0]):
+                _, name = left.popleft()
+                self._keep(kept, horizon, name, self.pricer.estimate)
+            if not kept or kept[0][1].plan_id in graphed:
+                return [each for _, each in kept]
+            _, best = kept.pop(0)
+            graphed.add(best.plan_id)
+            self._keep(kept, horizon, best.plan_id, self.pricer.price)
+
+    def _estimable(self, horizon: float) -> Iterator[tuple[float, str]]:
+        """(least cost, plan) in rising order, one plan of each cut."""
+        count: int = PRICED_COUNT if len(self.request.slots) <= MANY_SLOTS else FEW_PRICED_COUNT
+        bounds = sorted((horizon * step + self.pricer.bound(plan), name) for name, (step, plan) in self.met.items())
         seen = set[object]()
-        for name in sorted(bounds, key=lambda each: (bounds[each], each)):
-            if not left or (len(kept) >= ALTERNATIVES_COUNT and bounds[name] >= kept[0][0]):
-                break
-            step, plan = self.met[name]
-            if (cut := tuple((stage.layout, stage.slots) for _, stage in plan.stages())) in seen:
-                continue
-            seen.add(cut)
-            found = self.pricer.price(plan)
-            left -= 1
-            if found is not None:
-                kept.append((horizon * step + found.mean_seconds, candidate(plan, found)))
-                kept.sort(key=lambda each: (each[0], each[1].plan_id))
-        return [each for _, each in kept]
+        for least, name in bounds:
+            cut = tuple((stage.layout, stage.slots) for _, stage in self.met[name][1].stages())
+            if cut not in seen and len(seen) < count:
+                seen.add(cut)
+                yield least, name
+
+    def _keep(
+        self,
+        kept: list[tuple[float, Candidate]],
+        horizon: float,
+        name: str,
+        asked: Callable[[Plan], PriceEstimate | None],
+    ) -> None:
+        """Puts a plan among the kept by its cost, if a change leads there."""
+        step, plan = self.met[name]
+        found = asked(plan)
+        if found is not None:
+            insort(
+                kept,
+                (horizon * step + found.mean_seconds, candidate(plan, found)),
+                key=lambda each: (each[0], each[1].plan_id),
+            )
 
     def band(self) -> Band | None:
         """Of the predicted present step and its tokens; None where the present plan cannot run."""

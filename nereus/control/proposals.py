@@ -52,7 +52,7 @@ from nereus.workload import (
     PhaseKind,
     every_slot,
     largest_batch,
-    step_terms,
+    stage_terms,
 )
 
 TOP_COUNT = 5
@@ -319,15 +319,13 @@ class _Search:
             yield from stage_choices(problem.job, name, layout, space)
 
     def stage_seconds(self, name: str, stage: StagePlan) -> float:
-        """Seconds of the phases that belong to the stage, the others as the present plan has them."""
+        """Seconds of the phases that belong to the stage."""
         outlook = self.ground.outlook
         state, batch = outlook.state, outlook.state.batch or largest_batch(self.config)
         assert state.profile is not None, "no probe record was seen: nothing is known of the slots"
-        terms = step_terms(self.config, replace(self.present, **{name: stage}), batch, state.profile)
         return sum(
             predict(state.calibrations[PHASE_KINDS[phase]], each).mean_seconds
-            for phase, each in terms.items()
-            if PHASE_STAGES.get(phase) == name
+            for phase, each in stage_terms(self.config, name, stage, batch, state.profile).items()
         )
 
     def rest_seconds(self) -> float:

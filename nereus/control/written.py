@@ -45,16 +45,21 @@ EVENTS: dict[str, type] = {
     )
 }
 """Events that a journal holds."""
+PLAIN = (int, float, str)
 
 
 def written(value: object) -> Any:
     """The value as JSON holds it: records with their class, tuples as lists, keys as text."""
+    if isinstance(value, PLAIN):
+        return value
     if is_dataclass(value) and not isinstance(value, type):
         return {CLASS: type(value).__name__} | {each.name: written(getattr(value, each.name)) for each in fields(value)}
     if isinstance(value, Mapping):
         return {str(key): written(each) for key, each in cast("Mapping[object, object]", value).items()}
     if isinstance(value, tuple | list):
-        return [written(each) for each in cast("tuple[object, ...]", value)]
+        several = cast("tuple[object, ...]", value)
+        plain = all(isinstance(each, PLAIN) for each in several)
+        return list(several) if plain else [written(each) for each in several]
     if isinstance(value, frozenset):
         return sorted(cast("frozenset[Any]", value))
     return value

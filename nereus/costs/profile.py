@@ -4,8 +4,9 @@ A probe times small pieces of real work (`Sample`) for a few seconds; `fitted` t
 `nereus.costs` count numbers of 2 bytes; `rates` states every bandwidth in those, so that a job in float32 is priced by
 the same terms with twice the bytes.
 
-Slots may share cores. `together_slots` says how many slots' worth of work gets done while all compute at once: equal to the
-slots on GPUs, about the number of cores for processes of one thread on a CPU.
+Slots may share cores. `together_slots` says how many slots' worth of work gets done at once at most: equal to the slots
+on GPUs, about the cores for processes of one thread on a CPU. After slots left it may be more than are there, or
+less than one, so that it is right again when they come back: `at_once_slots` is what to reckon with.
 """
 
 from __future__ import annotations
@@ -93,9 +94,14 @@ class Profile:
             dispatch_seconds=0.0 if eager else self.layer_seconds,
         )
 
+    @property
+    def at_once_slots(self) -> float:
+        """How many slots' worth gets done while all compute: one at least."""
+        return max(1.0, self.together_slots)
+
     def crowding(self, busy_slots: float) -> float:
         """How much slower a slot computes while `busy_slots` do (its own included): at least 1."""
-        return max(1.0, busy_slots / self.together_slots)
+        return max(1.0, busy_slots / self.at_once_slots)
 
     def record(self) -> dict[str, Any]:
         """As JSON holds it."""
@@ -142,14 +148,12 @@ def supposed(device: str, dtype_bytes: int, slots: int, cores: int) -> Profile:
 
 
 def resized(profile: Profile, before: Profile, now: Profile) -> Profile:
-    """The measured profile after slots came or went; `before` and `now` are what is supposed of the slots then and now."""
+    """The measured profile after slots came or went; `before` and `now` are what is supposed of the slots then and now.
+
+    What runs together follows the supposed alone: slots that come back find the machine as it was measured.
+    """
     together = profile.together_slots / before.together_slots * now.together_slots
-    return replace(
-        profile,
-        slots=now.slots,
-        slots_per_node=now.slots_per_node,
-        together_slots=max(1.0, min(float(now.slots), together)),
-    )
+    return replace(profile, slots=now.slots, slots_per_node=now.slots_per_node, together_slots=together)
 
 
 def fitted(samples: Sequence[Sample], default: Profile) -> Profile:

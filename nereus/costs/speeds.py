@@ -2,7 +2,8 @@
 
 A check has every slot repeat the same small piece at the same time. A slot's speed is the piece's median seconds over its
 own, learnt as a logarithm with a variance (a scalar Kalman filter); a check that contradicts it begins the variance anew.
-Plans reckon with a slot only where two checks agree and it is surely slow: two deviations below `SLOW_SPEED`. Once it is, it counts as such
+Plans reckon with a slot only where two checks agree, or one and the late step that it follows, and it is surely slow: two
+deviations below `SLOW_SPEED`. Once it is, it counts as such
 until it is believed to be above `USUAL_SPEED`; in between nothing changes its mind.
 """
 
@@ -52,13 +53,13 @@ class Speed:
         likely = self.log_ratio + self.variance_ratio**0.5 < log(SLOW_SPEED)
         return contradicted or (self.told_ratio == 1.0 and likely)
 
-    def observe(self, measured: float) -> Speed:
-        """After a check that found this speed."""
+    def observe(self, measured: float, *, late: bool = False) -> Speed:
+        """After a check that found this speed; a late step before it has said already that some slot is slow."""
         noise, prior = CHECK_NOISE_SHARE**2, self.variance_ratio + DRIFT_SHARE**2
         surprise = log(measured) - self.log_ratio
         agreeing = self.agreeing_count + 1
         if abs(surprise) > SURPRISE * (prior + noise) ** 0.5:
-            prior, agreeing = UNKNOWN_SHARE**2, 1
+            prior, agreeing = UNKNOWN_SHARE**2, 1 + (late and surprise < 0)
         gain = prior / (prior + noise)
         mean, variance = self.log_ratio + gain * surprise, (1 - gain) * prior
         told = self.told_ratio if agreeing < AGREEING_CHECKS else _told(self.told_ratio, mean, variance)
@@ -85,15 +86,18 @@ class Speeds:
     checked_step: int = -FIRST_GAP_STEPS
     gap_steps: int = FIRST_GAP_STEPS
 
-    def observe(self, seconds: Mapping[str, Sequence[float]], step: int) -> Speeds:
-        """After a check at `step`: seconds of the piece by slot, round by round. A slot that was away is unknown again."""
+    def observe(self, seconds: Mapping[str, Sequence[float]], step: int, *, late: bool = False) -> Speeds:
+        """After a check at `step`: seconds of the piece by slot, round by round; whether the step was late.
+
+        A slot that was away is unknown again.
+        """
         rounds = min((len(each) for each in seconds.values()), default=0)
         usual = [median(each[at] for each in seconds.values()) for at in range(rounds)]
         known: dict[str, Speed] = {}
         for name, each in seconds.items():
             before = self.known.get(name, Speed())
             ratios = [usual[at] / each[at] for at in range(rounds)]
-            known[name] = before.observe(median(ratios)) if ratios else before
+            known[name] = before.observe(median(ratios), late=late) if ratios else before
         news = any(speed.told_ratio != self.known.get(name, Speed()).told_ratio for name, speed in known.items())
         gap = FIRST_GAP_STEPS if news else min(2 * self.gap_steps, MOST_GAP_STEPS)
         return replace(self, known=known, checked_step=step, gap_steps=gap)

@@ -80,10 +80,10 @@ class Misfit:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Idle:
-    """How many slots of its pool a model-stage leaves idle, and why."""
+    """Slots of its pool that a model-stage leaves idle, and why."""
 
     stage: str
-    idle_slots: int
+    slots: tuple[int, ...]
     reason: str
 
 
@@ -388,4 +388,5 @@ def _idle(plan: GlobalPlan, grounds: Sequence[Ground]) -> Iterator[Idle]:
             group = layout.tp * layout.cp * layout.pp
             fewer = f"replicas of {group} slots" if idle < group or group > 1 else "more replicas"
             why = f"{fewer} do not fill {len(ground.slots)}" if idle < group else "more replicas would not be faster"
-            yield Idle(stage=name, idle_slots=idle, reason=why)
+            taken = frozenset(ground.first_seats(layout.tp, layout.ranks))
+            yield Idle(stage=name, slots=tuple(slot for slot in ground.slots if slot not in taken), reason=why)

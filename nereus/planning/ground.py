@@ -54,6 +54,17 @@ class Ground:
         """How many slots groups of `tp` can take; a group wider than a domain takes whole domains."""
         return seats(self.domain_slots, tp)
 
+    def first_seats(self, tp: int, count: int) -> tuple[int, ...]:
+        """The first `count` slots that groups of `tp` take: no group lies across domains unless it is wider than one."""
+        if tp > max(self.domain_slots):
+            return self.slots[:count]
+        found: list[int] = []
+        begin = 0
+        for size in self.domain_slots:
+            found += self.slots[begin : begin + size // tp * tp]
+            begin += size
+        return tuple(found[:count])
+
     @property
     def one_domain(self) -> bool:
         """Whether links reach from every slot to every other."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -55,3 +55,13 @@ def save(figure: Figure, folder: Path, name: str, kinds: tuple[str, ...] = ("png
     for kind, path in zip(kinds, paths, strict=True):
         figure.savefig(path, format=kind, metadata=UNDATED[kind])
     return paths
+
+
+def draw(drawn: Callable[[], Figure], folder: Path, name: str, *, sample: bool) -> str:
+    """Draws and saves an analysis' figure, marked if it is of a sample; the lines that say where it is."""
+    with style():
+        figure = drawn()
+        if sample:
+            mark_sample(figure)
+        paths = save(figure, folder, name)
+    return "\n".join(f"figure: {path}" for path in paths)

@@ -73,7 +73,8 @@ def detail_lines(judged: Evaluation) -> Iterator[str]:
     for name, choice in judged.plan.stages:
         yield f"  {name:<16} {stage_text(judged, name, choice)}"
     for idle in judged.idle:
-        yield f"  {idle.stage:<16} leaves {idle.idle_slots} slots idle: {idle.reason}"
+        many = f"{len(idle.slots)} slots" if len(idle.slots) > 1 else "one slot"
+        yield f"  {idle.stage:<16} leaves {many} idle ({ranges_text(idle.slots)}): {idle.reason}"
     if judged.phases:
         yield "  phases"
     for phase in judged.phases:
@@ -166,7 +167,7 @@ def evaluation_values(judged: Evaluation) -> dict[str, object]:
             for peak in judged.peaks
         ],
         "host_bytes_per_slot": [dict(host.components) for host in judged.hosts],
-        "idle": [asdict(idle) for idle in judged.idle],
+        "idle": [{**asdict(idle), "slots": ranges_text(idle.slots)} for idle in judged.idle],
         "misfits": [
             {
                 "reason": misfit.reason,

@@ -21,8 +21,7 @@ RAY_ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_DEDUP_LOGS": "0",
-    # Ray starts its workers at niceness 15: all else on the host would go before the slots, and a search beside the job (19)
-    # would have three tenths of a core from them
+    # Ray starts its workers at niceness 15: all else on the host would go before the slots
     "RAY_worker_niceness": "0",
     # large blocks go back to the system when they are freed, so that resident memory says what is held
     "MALLOC_MMAP_THRESHOLD_": "262144",

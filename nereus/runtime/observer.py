@@ -158,14 +158,17 @@ class Observer:
         if not self.watching or len(self._numbers) < 2:
             return
         whole = expected.whole
-        late = is_late(measured_seconds, whole.mean_seconds, whole.deviation_seconds)
-        if not self.state.speeds.due(step, late=late and not expected.is_new):
+        late = is_late(measured_seconds, whole.mean_seconds, whole.deviation_seconds) and not expected.is_new
+        if not self.state.speeds.due(step, late=late):
             return
         started = time.monotonic()
         found = self.pool.call_all("apply", pace, self.config.model)
         seconds = {str(slot): found[slot] for slot in sorted(found)}
         took = time.monotonic() - started
-        self._tell("speeds", {"step": step, "seconds": seconds, "processes": self._processes(), "took_seconds": took})
+        self._tell(
+            "speeds",
+            {"step": step, "late": late, "seconds": seconds, "processes": self._processes(), "took_seconds": took},
+        )
 
     # -- changes of plan -----------------------------------------------------------------------------------------
 

@@ -106,7 +106,8 @@ def estimated_seconds(
     """
     living, tolls = set(holders), durations.tolls
     changed, restart = _cut_anew(before, after, living)
-    if _missing({name: _held(config.model, getattr(before, name), living) for name in changed}):
+    torn = [name for name in changed if not living.issuperset(getattr(before, name).slots)]
+    if _missing({name: _held(config.model, getattr(before, name), living) for name in torn}):
         return 0.0, False
     ahead = placing == "standby"
     device = fleet.device_of[fleet.slots[0]]
@@ -117,7 +118,7 @@ def estimated_seconds(
         old, new = getattr(before, name), getattr(after, name)
         groups = 1 if name == "actor_generate" else groups_of(new)
         built = 0.0 if ahead else engine_seconds[new.stage] + tolls.group_seconds * groups
-        held = {} if name == "actor_generate" else _slot_bytes(config.model, replace(new, shares=(), micro_batch=0))
+        held = {} if name == "actor_generate" else _slot_bytes(config.model, new)
         for slot in old.slots:
             busy[slot] += tolls.quiesce_seconds + tolls.destroy_group_seconds
         for slot in new.slots:
@@ -146,22 +147,41 @@ def _specs(config: ModelConfig) -> dict[str, ModelSpec]:
     return models_of(config)
 
 
-@lru_cache(maxsize=24)
-def _table(config: ModelConfig, stage: StagePlan) -> BoxTable:
-    """What a stage's slots hold; the same stages come back in change after change."""
+@lru_cache(maxsize=64)
+def _cut(config: ModelConfig, stage: StagePlan) -> BoxTable:
+    """What the slots of a stage hold that are numbered like its ranks."""
     return of_stage(_specs(config)[stage.model], stage)
 
 
-@lru_cache(maxsize=128)
+@lru_cache(maxsize=24)
+def _placed_cut(config: ModelConfig, stage: StagePlan) -> BoxTable:
+    table, slots = _cut(config, _by_rank(stage)), np.array(stage.slots, dtype=np.int64)
+    return replace(table, sets=tuple(np.sort(slots[ranks]) for ranks in table.sets))
+
+
+def _table(config: ModelConfig, stage: StagePlan) -> BoxTable:
+    """What a stage's slots hold; the same cuts come back in change after change, on these slots or on others."""
+    return _placed_cut(config, replace(stage, shares=(), micro_batch=0))
+
+
+def _by_rank(stage: StagePlan) -> StagePlan:
+    """The cut alone: shares and micro-batches hold nothing."""
+    return replace(stage, slots=tuple(range(len(stage.slots))), shares=(), micro_batch=0)
+
+
+@lru_cache(maxsize=64)
+def _rank_bytes(config: ModelConfig, stage: StagePlan) -> tuple[int, ...]:
+    return tuple(held_by_slot(_cut(config, stage), len(stage.slots)).tolist())
+
+
 def _slot_bytes(config: ModelConfig, stage: StagePlan) -> dict[int, int]:
     """Bytes that each slot of a stage holds."""
-    held = held_by_slot(_table(config, stage), max(stage.slots) + 1)
-    return {slot: int(held[slot]) for slot in stage.slots}
+    return dict(zip(stage.slots, _rank_bytes(config, _by_rank(stage)), strict=True))
 
 
 def _held(config: ModelConfig, stage: StagePlan, living: set[int]) -> BoxTable:
     """What a stage's living slots hold."""
-    table = _table(config, replace(stage, shares=(), micro_batch=0))
+    table = _table(config, stage)
     if living.issuperset(stage.slots):
         return table
     kept = tuple(np.array([slot for slot in slots.tolist() if slot in living], dtype=np.int64) for slots in table.sets)
@@ -178,7 +198,7 @@ def _report(
 ) -> MovementReport:
     """As much of a report as a Change is made from."""
     stages = tuple(PlacedStage(name=name, before=getattr(before, name), after=getattr(after, name)) for name in changed)
-    target = joined([_table(config, replace(stage.after, shares=(), micro_batch=0)) for stage in stages])
+    target = joined([_table(config, stage.after) for stage in stages])
     found = routes(streams(joined(present), target), np.arange(len(fleet.node_of), dtype=np.int64), fleet)
     return MovementReport(
         fleet=fleet,
@@ -286,7 +306,7 @@ def _standing(
         if stage.stage == "generate":
             own = _engine_bytes(config, before, living)
         else:
-            held = _slot_bytes(config.model, replace(stage, shares=(), micro_batch=0))
+            held = _slot_bytes(config.model, stage)
             own = {slot: size for slot, size in held.items() if slot in living}
         for slot, size in own.items():
             standing[slot] += size
@@ -296,7 +316,7 @@ def _standing(
 def _engine_bytes(config: Config, plan: Plan, living: set[int]) -> dict[int, int]:
     """What an engine takes on each living slot of generation: weights and cache."""
     stage = plan.actor_generate
-    held = _slot_bytes(config.model, replace(stage, shares=(), micro_batch=0))
+    held = _slot_bytes(config.model, stage)
     cache = config.rollout.kv_cache_bytes
     return {slot: ENGINE_COPIES * size + cache for slot, size in held.items() if slot in living}
 
@@ -312,8 +332,7 @@ def _through_hosts(change: Change, fleet: Fleet) -> Change:
 def sync_seconds(config: Config, plan: Plan, fleet: Fleet, link_share: float, tensor_seconds: float) -> float:
     """A weight sync of one step: its busiest port, and what handing over each tensor takes."""
     spec = _specs(config.model)["actor"]
-    weights = replace(plan.actor_train, stage="infer", shares=(), micro_batch=0)
-    generate = replace(plan.actor_generate, shares=(), micro_batch=0)
+    weights, generate = replace(plan.actor_train, stage="infer"), plan.actor_generate
     rename = {emu_name(plan.actor_generate): emu_name(weights)}
     found: Routes = routes(
         streams(_table(config.model, weights), _table(config.model, generate), rename),

@@ -10,8 +10,12 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import inf
 from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
 
 WAITED_MOMENTS = 3
 """A change may wait for so many changes of the fleet."""
@@ -20,7 +24,8 @@ HOPS = 2
 PlanIndex = int
 MomentIndex = int
 State = tuple[PlanIndex, int]  # plan, and which of its spans
-Standing = tuple[State, float]  # a plan whose slots are all there, until when
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,6 +111,30 @@ class _Way:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
+class _Standing:
+    """The states whose plans have all their slots at a moment: their plans, their numbers among all states, until when."""
+
+    states: tuple[State, ...]
+    plans: Ints
+    numbers: Ints
+    ends: Floats
+
+
+class _Ways(dict[State, _Way]):
+    """The earliest way into each state, and [states] when it is there; infinite for one that is not reached."""
+
+    def __init__(self, number: dict[State, int]) -> None:
+        super().__init__()
+        self.number = number
+        self.at_seconds = np.full(len(number), inf)
+
+    def put(self, way: _Way) -> None:
+        """Replaces what was known of its state."""
+        self[way.state] = way
+        self.at_seconds[self.number[way.state]] = way.at_seconds
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Program:
     """The question. `slots[i]` are those of plan i; `step_seconds(plan, step, moment)` is infinite for what cannot run.
 
@@ -137,24 +166,52 @@ class Program:
 
     def _best(self) -> tuple[Leg, ...]:
         spans = [self.timeline.spans(slots) for slots in self.slots]
-        there: list[list[Standing]] = [[] for _ in self.timeline.at_seconds]
-        for plan, own in enumerate(spans):
-            for number, (begin, end) in enumerate(own):
-                last = len(there) if end == inf else self.timeline.index_at(end)
-                for moment in range(self.timeline.index_at(begin), last):
-                    there[moment].append(((plan, number), end))
-        ways = {(plan, 0): _Way(at_seconds=0.0, before=None, state=(plan, 0)) for plan in self.first}
+        states = ((plan, at) for plan, own in enumerate(spans) for at in range(len(own)))
+        number = {state: index for index, state in enumerate(states)}
+        there = self._standing(spans, number)
+        ways = _Ways(number)
+        for plan in self.first:
+            ways.put(_Way(at_seconds=0.0, before=None, state=(plan, 0)))
         for step in range(1, self.steps + 1):
             fresh = list(ways.values())
             for _ in range(HOPS):
                 fresh = self._changed(ways, fresh, there)
             latest = min(way.at_seconds for way in ways.values()) + self.most_behind_seconds
-            ways = {state: way for state, way in ways.items() if way.at_seconds <= latest}
-            done = (self._stepped(way, state, spans[state[0]][state[1]][1], step) for state, way in ways.items())
-            ways = {way.state: way for way in done if way is not None}
+            kept = [way for way in ways.values() if way.at_seconds <= latest]
+            ways = _Ways(number)
+            for way in kept:
+                done = self._stepped(way, way.state, spans[way.state[0]][way.state[1]][1], step)
+                if done is not None:
+                    ways.put(done)
             if not ways:
                 return ()
         return _legs(min(ways.values(), key=lambda way: way.at_seconds), self.steps)
+
+    def _standing(self, spans: Sequence[tuple[tuple[float, float], ...]], number: dict[State, int]) -> list[_Standing]:
+        """What stands in each moment."""
+        found: list[list[tuple[State, float]]] = [[] for _ in self.timeline.at_seconds]
+        for plan, own in enumerate(spans):
+            for at, (begin, end) in enumerate(own):
+                last = len(found) if end == inf else self.timeline.index_at(end)
+                for moment in range(self.timeline.index_at(begin), last):
+                    found[moment].append(((plan, at), end))
+        return [
+            _Standing(
+                states=tuple(state for state, _ in each),
+                plans=np.array([plan for (plan, _), _ in each], dtype=np.int64),
+                numbers=np.array([number[state] for state, _ in each], dtype=np.int64),
+                ends=np.array([end for _, end in each]),
+            )
+            for each in found
+        ]
+
+    @cached_property
+    def _least_seconds(self) -> Floats:
+        """[plans, plans] not above any change from one to the other."""
+        count = len(self.slots)
+        if self.free:
+            return np.zeros((count, count))
+        return np.array([[self.prices.least(before, after) for after in range(count)] for before in range(count)])
 
     def _stepped(self, way: _Way, state: State, end: float, step: int) -> _Way | None:
         """The step, begun at once or at a later moment of the fleet if it is over sooner then."""
@@ -171,33 +228,36 @@ class Program:
             return None
         return _Way(at_seconds=best[0], before=way, state=state, began_seconds=best[1])
 
-    def _changed(self, ways: dict[State, _Way], fresh: list[_Way], there: list[list[Standing]]) -> list[_Way]:
+    def _changed(self, ways: _Ways, fresh: list[_Way], there: list[_Standing]) -> list[_Way]:
         """Puts into `ways` what a change more from `fresh` can reach sooner, and returns that."""
         better: dict[State, _Way] = {}
         for way in fresh:
             for reached in self._moved(way, ways, there):
-                ways[reached.state] = better[reached.state] = reached
+                ways.put(reached)
+                better[reached.state] = reached
         return list(better.values())
 
-    def _moved(self, way: _Way, ways: dict[State, _Way], there: list[list[Standing]]) -> Iterator[_Way]:
+    def _moved(self, way: _Way, ways: _Ways, there: list[_Standing]) -> Iterator[_Way]:
         """Changes to other plans, now or after one of the next moments of the fleet, that are there sooner than `ways`."""
         line, before = self.timeline, way.state[0]
         now = line.index_at(way.at_seconds)
         starts = (way.at_seconds, *line.at_seconds[now + 1 : now + 1 + WAITED_MOMENTS])
         for moment, begin in enumerate(starts, now):
             holders: frozenset[int] | None = None
-            for state, end in there[moment]:
-                known = ways.get(state)
-                most = min(end, known.at_seconds) if known is not None else end
-                edge, seconds = None, 0.0 if self.free else self.prices.least(before, state[0])
-                if state == way.state or begin + seconds > most or (known is not None and begin + seconds >= most):
+            standing = there[moment]
+            soonest = begin + self._least_seconds[before, standing.plans]
+            able = (soonest < ways.at_seconds[standing.numbers]) & (soonest <= standing.ends)
+            for at in np.flatnonzero(able).tolist():
+                state, end = standing.states[at], float(standing.ends[at])
+                if state == way.state:
                     continue
+                edge, seconds = None, 0.0
                 if not self.free:
                     if holders is None:
                         holders = line.kept(self.slots[before], way.at_seconds, begin)
                     edge = Edge(before=before, after=state[0], moment=moment, holders=holders)
                     seconds = self.prices.seconds(edge)
-                over = begin + seconds
+                known, over = ways.get(state), begin + seconds
                 if over <= end and over < inf and (known is None or over < known.at_seconds):
                     yield _Way(at_seconds=over, before=way, state=state, edge=edge, edge_seconds=seconds)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from nereus.control.records import PreemptionNotice
 from nereus.fleet import Device, Fleet, Node
 from nereus.sim.traces import FleetTrace
 from nereus.sim.truth import Truth
@@ -40,6 +42,21 @@ def play(trace: FleetTrace, device: Device, truth: Truth) -> tuple[Moment, ...]:
             )
         )
     return tuple(moments)
+
+
+def notices(moments: Sequence[Moment], seconds: float) -> tuple[PreemptionNotice, ...]:
+    """What is told `seconds` before each loss, in order; of a slot that comes later than that, when it comes."""
+    since: dict[int, float] = {}
+    found: dict[tuple[float, float], list[int]] = {}
+    for moment in moments[1:]:
+        for slot in moment.lost_slots:
+            told = max(moment.at_seconds - seconds, since.get(slot, 0.0))
+            found.setdefault((told, moment.at_seconds), []).append(slot)
+        since |= dict.fromkeys(moment.gained_slots, moment.at_seconds)
+    return tuple(
+        PreemptionNotice(at_seconds=told, slots=tuple(slots), deadline_seconds=at)
+        for (told, at), slots in sorted(found.items())
+    )
 
 
 def steady(fleet: Fleet) -> tuple[Moment, ...]:

@@ -58,6 +58,11 @@ class RealisedSteps:
     _fits: dict[tuple[str, int], bool] = field(default_factory=dict["tuple[str, int]", bool])
     _known: dict[tuple[object, ...], float] = field(default_factory=dict["tuple[object, ...]", float])
     _samples: dict[int, tuple[StepSamples, Floats]] = field(default_factory=dict[int, tuple[StepSamples, Floats]])
+    _slow: dict[tuple[int, int], tuple[Floats, int]] = field(
+        default_factory=dict["tuple[int, int]", "tuple[Floats, int]"]
+    )
+    _asked: dict[int, Plan] = field(default_factory=dict[int, Plan])  # by identity: to hash a plan takes long
+    _whole: dict[tuple[int, int, int], float] = field(default_factory=dict["tuple[int, int, int]", float])
 
     @cached_property
     def inventory(self) -> Fleet:
@@ -70,6 +75,13 @@ class RealisedSteps:
 
     def seconds(self, plan: Plan, step: int, moment: int) -> float:
         """The step under the plan; infinite where a slot's memory overflows."""
+        self._asked[id(plan)] = plan
+        key = (id(plan), step, self._slowness(step, moment)[1])
+        if key not in self._whole:
+            self._whole[key] = self._summed(plan, step, moment)
+        return self._whole[key]
+
+    def _summed(self, plan: Plan, step: int, moment: int) -> float:
         if not self.fits(plan, step):
             return inf
         samples, tokens = self._batch(step)
@@ -118,14 +130,15 @@ class RealisedSteps:
 
     def _slowness(self, step: int, moment: int) -> tuple[Floats, int]:
         """[slots], and the moment if it matters: without stragglers every fleet is as slow."""
-        fleet = self.moments[moment].fleet
-        straggling = self.truth.straggling(len(fleet.nodes), step)
-        nodes = fleet.node_of
-        if (straggling == 1.0).all():
-            return self._lasting, -1
-        found = self._lasting.copy()
-        found[: len(nodes)] *= straggling[nodes]
-        return found, moment
+        if (step, moment) not in self._slow:
+            fleet = self.moments[moment].fleet
+            straggling = self.truth.straggling(len(fleet.nodes), step)
+            nodes, found, matters = fleet.node_of, self._lasting, -1
+            if (straggling != 1.0).any():
+                found, matters = self._lasting.copy(), moment
+                found[: len(nodes)] *= straggling[nodes]
+            self._slow[step, moment] = found, matters
+        return self._slow[step, moment]
 
     def _pass(self, name: str, stage: StagePlan, step: int, moment: int, *, trains: bool) -> float:
         slowness, matters = self._slowness(step, moment)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import hypot
 
 from nereus.config import Config
@@ -37,6 +37,8 @@ FIRST_DEVIATION = 0.3
 """How far off the price of a graph may be before any change was measured."""
 MANY_SLOTS = 256
 """On more slots changes are priced without their graphs."""
+GRAPHLESS_SHARE = 0.1
+"""So much more a change may take than what is expected without its graph (tests/sim/test_placing.py)."""
 KEPT_GRAPHS = 4
 """A graph of a thousand slots is some ten megabytes."""
 NOTHING = PriceEstimate(mean_seconds=0.0, deviation_seconds=0.0, bound_seconds=0.0)
@@ -90,7 +92,20 @@ class Changes:
         key = (before.plan_id, after.plan_id, fleet, holders)
         if key not in self._prices:
             self._prices[key] = self._priced(before, after, fleet, holders)
-        raw = self._prices[key]
+        return self._corrected(self._prices[key])
+
+    def estimate(self, before: Plan, after: Plan, fleet: Fleet, holders: frozenset[int]) -> PriceEstimate | None:
+        """The price if it is known, else what is expected without a graph, and more: only a graph says whether there is room."""
+        key = (before.plan_id, after.plan_id, fleet, holders)
+        if key in self._prices:
+            return self._corrected(self._prices[key])
+        found = self.estimated(before, after, fleet, holders)
+        if found.bound_seconds:
+            found = replace(found, mean_seconds=(1 + GRAPHLESS_SHARE) * found.mean_seconds)
+        return self._corrected(found)
+
+    def _corrected(self, raw: PriceEstimate | None) -> PriceEstimate | None:
+        """By what the last changes took beside their prices."""
         if raw is None or not raw.bound_seconds:
             return raw
         mean = self.factor.ratio * raw.mean_seconds
@@ -195,15 +210,19 @@ class FleetSearcher:
     def _pricer(self, request: SearchRequest) -> Pricer:
         if self.free or self.by_restart:
             constant = NOTHING if self.free else self.restart_price
-            return Pricer(price=lambda _: constant, bound=lambda _: constant.mean_seconds)
+            return Pricer(price=lambda _: constant, estimate=lambda _: constant, bound=lambda _: constant.mean_seconds)
         fleet, before = self.fleet(), request.present
         holders = frozenset(fleet.slots) - frozenset(request.empty_slots)
         return Pricer(
             price=lambda after: self._price(before, after, fleet, holders),
+            estimate=lambda after: self._price(before, after, fleet, holders, graph=False),
             bound=lambda after: self.changes.bound(before, after),
         )
 
-    def _price(self, before: Plan, after: Plan, fleet: Fleet, holders: frozenset[int]) -> PriceEstimate | None:
+    def _price(
+        self, before: Plan, after: Plan, fleet: Fleet, holders: frozenset[int], *, graph: bool = True
+    ) -> PriceEstimate | None:
         if not plan_slots(after) <= set(fleet.slots):
             return None
-        return self.changes.price(before, after, fleet, holders)
+        asked = self.changes.price if graph else self.changes.estimate
+        return asked(before, after, fleet, holders)

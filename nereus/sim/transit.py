@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Generator, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import simpy
@@ -30,6 +31,20 @@ from nereus.transitions.graph import Operation, TransitionGraph
 from nereus.transitions.order import Lane
 
 Process = Generator[simpy.Event, Any, None]
+
+
+@dataclass(eq=False, slots=True)
+class _Task:
+    """An operation that was handed out: what it is and needs, how it waits or runs."""
+
+    operation: Operation
+    name: str
+    lanes: tuple[Lane, ...]  # slots whose thread it needs: alone, or as one of several transfers
+    carries: bool
+    waits: bool = False
+    began_seconds: float = -1.0  # of one that runs
+    ahead_seconds: float = 0.0  # done before it was asked for
+    flow: simpy.Event | None = None
 
 
 class Transit:
@@ -56,8 +71,6 @@ class Transit:
         self.count, self.ahead, self.on_commit = count, ahead, on_commit
         self.execution = Execution(graph)
         self._names = {id(operation): name for operation, name in zip(graph.operations, graph.ids, strict=True)}
-        self._operations = dict(zip(graph.ids, graph.operations, strict=True))
-        self._slots_of: dict[int, tuple[Lane, ...]] = {}
         self.settled: simpy.Event = env.event()
         self.moved_bytes = 0
         self._busy: dict[str, dict[Lane, dict[str, float]]] = defaultdict(lambda: defaultdict(dict))
@@ -66,11 +79,10 @@ class Transit:
         self._stopped = False  # whether the job waits for the transition
         self._interleaved_running = 0
         self._quiet: simpy.Event | None = None
-        self._waiting: dict[Lane, deque[Operation]] = defaultdict(deque)
+        self._waiting: dict[Lane, deque[_Task]] = defaultdict(deque)
         self._readers: dict[Lane, int] = defaultdict(int)
-        self._writer: dict[Lane, Operation] = {}
-        self._processes: dict[str, simpy.Process] = {}
-        self._queued: set[str] = set()
+        self._writers: set[Lane] = set()
+        self._tasks: dict[str, _Task] = {}  # that wait or run
 
     # -- what the world does -------------------------------------------------------------------------------------
 
@@ -113,13 +125,9 @@ class Transit:
         if not known or self.execution.settled is not None:
             return
         gone = set(known)
-        for name, process in list(self._processes.items()):
-            operation = self._operation(name)
-            if gone.intersection(operation.lanes):
-                self._drop(name, process)
-        for name in [name for name in self._queued if gone.intersection(self._operation(name).lanes)]:
-            self._queued.discard(name)
-            self._ended(self._operation(name))
+        for task in list(self._tasks.values()):
+            if gone.intersection(task.operation.lanes):
+                self._drop(task)
         self._kept = [kept for kept in self._kept if not gone.intersection(kept.lanes)]
         self._carry(self.execution.handle(LanesLost(lanes=known, reason=reason)))
 
@@ -146,80 +154,85 @@ class Transit:
                     if not self.settled.triggered:
                         self.settled.succeed(command)
 
-    def _operation(self, name: str) -> Operation:
-        return self._operations[name]
-
-    def _name(self, operation: Operation) -> str:
-        """The operation's id, which takes long to spell."""
-        return self._names[id(operation)]
-
     def _enqueue(self, operation: Operation) -> None:
         self._interleaved_running += operation.place == "interleaved"
-        lanes = self._lanes(operation)
-        if not lanes or self._may_start(operation, lanes):
-            self._start(operation, lanes)
+        carries = operation.carries
+        needed = carries or self.durations.needs_thread(operation)
+        lanes = tuple(lane for lane in dict.fromkeys(operation.lanes) if lane >= 0) if needed else ()
+        name = self._names[id(operation)]
+        self._tasks[name] = task = _Task(operation, name, lanes, carries)
+        if not lanes or self._may_start(task):
+            self._start(task)
             return
-        self._queued.add(self._name(operation))
+        task.waits = True
         for lane in lanes:
-            self._waiting[lane].append(operation)
+            self._waiting[lane].append(task)
 
-    def _lanes(self, operation: Operation) -> tuple[Lane, ...]:
-        """Slots whose thread an operation needs: alone, or as one of several transfers."""
-        found = self._slots_of.get(id(operation))
-        if found is None:
-            needed = operation.carries or self.durations.needs_thread(operation)
-            found = tuple(lane for lane in dict.fromkeys(operation.lanes) if lane >= 0) if needed else ()
-            self._slots_of[id(operation)] = found
-        return found
-
-    def _may_start(self, operation: Operation, lanes: tuple[Lane, ...]) -> bool:
-        for lane in lanes:
-            if lane in self._writer or (not operation.carries and self._readers[lane]):
+    def _may_start(self, task: _Task) -> bool:
+        for lane in task.lanes:
+            if lane in self._writers or (not task.carries and self._readers[lane]):
                 return False
-            if self._name(operation) not in self._queued and self._first(lane) is not None:
+            if not task.waits and self._first(lane) is not None:
                 return False  # it came after those that wait
         return True
 
-    def _first(self, lane: Lane) -> Operation | None:
+    def _first(self, lane: Lane) -> _Task | None:
         """What waits first at a lane; what another lane's turn has started meanwhile does not count."""
         queue = self._waiting[lane]
-        while queue and self._name(queue[0]) not in self._queued:
+        while queue and not queue[0].waits:
             queue.popleft()
         return queue[0] if queue else None
 
-    def _start(self, operation: Operation, lanes: tuple[Lane, ...]) -> None:
-        for lane in lanes:
-            if operation.carries:
+    def _start(self, task: _Task) -> None:
+        operation, env = task.operation, self.env
+        for lane in task.lanes:
+            if task.carries:
                 self._readers[lane] += 1
             else:
-                self._writer[lane] = operation
-        self._processes[self._name(operation)] = self.env.process(self._run(operation, lanes))
-
-    def _run(self, operation: Operation, lanes: tuple[Lane, ...]) -> Process:
-        began, before = self.env.now, 0.0
-        flow: simpy.Event | None = None
-        try:
-            if operation.carries:
-                source = operation.lanes[0] if operation.via is None else operation.via
-                yield self.env.timeout(self.durations.tolls.move_seconds)
-                flow = self.network.flow(self.durations.legs(source, operation.lanes[-1]), operation.size_bytes)
-                yield flow
-                self.moved_bytes += operation.size_bytes
+                self._writers.add(lane)
+        task.began_seconds = env.now
+        if task.carries:
+            latency = self.durations.tolls.move_seconds
+            if latency < self.network.together_seconds:
+                self._flow(task)  # it begins on the network's grid anyway
             else:
-                takes = self.truth.operation_seconds(operation, self._name(operation), self.count)
-                done = self.ahead and operation.place == "outside"
-                before = takes if done else 0.0
-                yield self.env.timeout(0.0 if done else takes)
-            if operation.kind == "commit":
-                self.on_commit()
-        except simpy.Interrupt:
-            if flow is not None:
-                self.network.stop(flow)
+                self._after(latency, lambda _: self._flow(task))
             return
-        self._account(operation, before + self.env.now - began)
-        self._processes.pop(self._name(operation))
-        self._free(operation, lanes)
-        self._carry(self.execution.handle(OperationDone(operation_id=self._name(operation))))
+        takes = self.truth.operation_seconds(operation, task.name, self.count)
+        if self.ahead and operation.place == "outside":
+            takes, task.ahead_seconds = 0.0, takes
+        self._after(takes, lambda _: self._done(task))
+
+    def _after(self, seconds: float, then: Callable[[simpy.Event], None]) -> None:
+        """A process for each of ten thousands of operations would take three times as long."""
+        callbacks = self.env.timeout(seconds).callbacks
+        assert callbacks is not None
+        callbacks.append(then)
+
+    def _flow(self, task: _Task) -> None:
+        """A move's bytes, after what it takes before the first."""
+        operation = task.operation
+        if self._tasks.get(task.name) is not task:
+            return  # it was dropped
+        source = operation.lanes[0] if operation.via is None else operation.via
+        legs = self.durations.legs(source, operation.lanes[-1])
+        task.flow = self.network.flow(legs, operation.size_bytes)
+        callbacks = task.flow.callbacks
+        assert callbacks is not None
+        callbacks.append(lambda _: self._done(task))
+
+    def _done(self, task: _Task) -> None:
+        operation = task.operation
+        if self._tasks.get(task.name) is not task:
+            return
+        if task.carries:
+            self.moved_bytes += operation.size_bytes
+        if operation.kind == "commit":
+            self.on_commit()
+        self._account(operation, task.ahead_seconds + self.env.now - task.began_seconds)
+        del self._tasks[task.name]
+        self._free(task)
+        self._carry(self.execution.handle(OperationDone(operation_id=task.name)))
         self._ended(operation)
 
     def _account(self, operation: Operation, seconds: float) -> None:
@@ -229,23 +242,22 @@ class Transit:
             parts = self._busy[place][lane]
             parts[operation.kind] = parts.get(operation.kind, 0.0) + seconds
 
-    def _free(self, operation: Operation, lanes: tuple[Lane, ...]) -> None:
-        for lane in lanes:
-            if operation.carries:
+    def _free(self, task: _Task) -> None:
+        for lane in task.lanes:
+            if task.carries:
                 self._readers[lane] -= 1
             else:
-                self._writer.pop(lane, None)
-        for lane in lanes:
+                self._writers.discard(lane)
+        for lane in task.lanes:
             self._next(lane)
 
     def _next(self, lane: Lane) -> None:
         """Starts what waits first at a lane, as far as it can."""
-        while (operation := self._first(lane)) is not None:
-            lanes = self._lanes(operation)
-            if not self._may_start(operation, lanes):
+        while (task := self._first(lane)) is not None:
+            if not self._may_start(task):
                 return
-            self._queued.discard(self._name(operation))
-            self._start(operation, lanes)
+            task.waits = False
+            self._start(task)
 
     def _ended(self, operation: Operation) -> None:
         self._interleaved_running -= operation.place == "interleaved"
@@ -254,23 +266,24 @@ class Transit:
 
     # -- failures ------------------------------------------------------------------------------------------------
 
-    def _drop(self, name: str, process: simpy.Process) -> None:
-        operation = self._operation(name)
-        self._processes.pop(name, None)
-        if process.is_alive:
-            process.interrupt()
-        self._free(operation, self._lanes(operation))
-        self._ended(operation)
+    def _drop(self, task: _Task) -> None:
+        """Ends an operation that waits or runs, without a report."""
+        del self._tasks[task.name]
+        if task.waits:
+            task.waits = False
+        else:
+            if task.flow is not None:
+                self.network.stop(task.flow)
+            self._free(task)
+        self._ended(task.operation)
 
     def _cancel(self, operation: Operation) -> None:
         """Ends a running or waiting operation and reports it."""
-        process = self._processes.get(self._name(operation))
-        if process is not None:
-            self._drop(self._name(operation), process)
-        elif self._name(operation) in self._queued:
-            self._queued.discard(self._name(operation))
-            self._ended(operation)
+        name = self._names[id(operation)]
+        task = self._tasks.get(name)
+        if task is not None:
+            self._drop(task)
         else:
             self._kept = [kept for kept in self._kept if kept is not operation]
-        if self.execution.settled is None and self.execution.status(self._name(operation)) in ("running", "gone"):
-            self._carry(self.execution.handle(OperationFailed(operation_id=self._name(operation), reason="cancelled")))
+        if self.execution.settled is None and self.execution.status(name) in ("running", "gone"):
+            self._carry(self.execution.handle(OperationFailed(operation_id=name, reason="cancelled")))

@@ -19,7 +19,6 @@ from nereus.config import Config
 from nereus.control.controller import AdaptiveCommand, AdaptiveEvent, Record
 from nereus.control.records import (
     FleetChanged,
-    PreemptionNotice,
     Restart,
     Search,
     SearchDone,
@@ -46,7 +45,7 @@ from nereus.sim.edges import ChangeUnderWay, Delays, Log, Metrics, Searcher, Sho
 from nereus.sim.memory import PeakBytes
 from nereus.sim.network import Network
 from nereus.sim.phases import StepTimes, observed, step_row
-from nereus.sim.play import Moment
+from nereus.sim.play import Moment, notices
 from nereus.sim.searching import Changes
 from nereus.sim.transit import Process, Transit
 from nereus.sim.truth import Truth
@@ -114,12 +113,9 @@ class SimulatedWorld:
     def events(self) -> Iterator[Any]:
         """Yields what happens until `Finish` has been carried out, or the job waits and the fleet changes no more."""
         self._log(
-            "run_started",
-            config=asdict(self.config),
-            slots=len(self.fleet.slots),
-            rollouts=None,
+            "run_started", config=asdict(self.config), slots=len(self.fleet.slots), rollouts=None,
             simulated=str(self.fleet),
-        )
+        )  # fmt: skip
         self._log("state", state_version=self.state_version, plan_id=self.plan_id, digests={})
         self.env.process(self._play())
         self._queue.append(JobReady(at_seconds=self.env.now, step=1))
@@ -237,12 +233,7 @@ class SimulatedWorld:
             "transition/count": float(len(self.transitions)),
         }
         self._log(
-            "step_done",
-            step=step,
-            plan_id=self.plan_id,
-            metrics=metrics,
-            updates=[],
-            state_version=self.state_version,
+            "step_done", step=step, plan_id=self.plan_id, metrics=metrics, updates=[], state_version=self.state_version
         )
         self.metrics.write(step, metrics)
         self.display.step(metrics, str(self.plan))
@@ -390,13 +381,19 @@ class SimulatedWorld:
             command=ChangePlan(step=command.step, plan=command.plan, reason=command.reason), facts=facts
         )
         try:
-            lives = plan_slots(self.physical(self.plan)) <= set(self.fleet.slots) - self._empty
+            lives = self._lives()
             if lives:
                 yield self.env.timeout(self.delays.stored(self.config, len(self.fleet.nodes)))
+                lives = self._lives()  # else a slot left before all was saved
+            if lives:
                 self._saved_step = self.steps_done
             yield from self._restore(command.plan, began, processes=not (lives and self.through_storage))
         except simpy.Interrupt:
             return
+
+    def _lives(self) -> bool:
+        """Whether every slot of the plan is there with its state."""
+        return plan_slots(self.physical(self.plan)) <= set(self.fleet.slots) - self._empty
 
     def _recover(self, command: Recover) -> Process:
         """The job without lost slots, under the plan for those that are left; in dense numbers."""
@@ -441,21 +438,18 @@ class SimulatedWorld:
     # -- the fleet -----------------------------------------------------------------------------------------------
 
     def _play(self) -> Process:
-        """The moments of the fleet, with a notice before each loss where notices are given."""
-        for moment in self.moments[1:]:
-            notice = moment.at_seconds - self.delays.notice_seconds
-            if moment.lost_slots and self.delays.notice_seconds and not self.renumbered and notice > self.env.now:
-                yield self.env.timeout(notice - self.env.now)
-                told = PreemptionNotice(
-                    at_seconds=self.env.now, slots=moment.lost_slots, deadline_seconds=moment.at_seconds
-                )
-                self._log("preemption_notice", slots=moment.lost_slots, deadline_seconds=moment.at_seconds)
-                self._queue.append(told)
-            if moment.at_seconds > self.env.now:
-                yield self.env.timeout(moment.at_seconds - self.env.now)
+        """The moments of the fleet, and notices of the losses where notices are given."""
+        seconds = 0.0 if self.renumbered else self.delays.notice_seconds
+        coming = [*self.moments[1:], *(notices(self.moments, seconds) if seconds else ())]
+        for each in sorted(coming, key=lambda each: each.at_seconds):
+            yield self.env.timeout(each.at_seconds - self.env.now)
             if self._finished:
                 return
-            self._happen(moment)
+            if isinstance(each, Moment):
+                self._happen(each)
+            else:
+                self._log("preemption_notice", slots=each.slots, deadline_seconds=each.deadline_seconds)
+                self._queue.append(each)
 
     def _happen(self, moment: Moment) -> None:
         lost = set(moment.lost_slots)

@@ -33,8 +33,12 @@ def pour(levels: Floats, rates: Floats, amount: float) -> Floats:
 
     `levels` and the result in bytes, `rates` in bytes per second.
     """
-    order = np.argsort(levels / rates, kind="stable")
-    height = levels[order] / rates[order]
+    height = levels / rates
+    surface = (amount + levels.sum()) / rates.sum()
+    if surface > height.max():  # every port is below it
+        return np.asarray(surface * rates - levels)
+    order = np.argsort(height, kind="stable")
+    height = height[order]
     depth = (amount + np.cumsum(levels[order])) / np.cumsum(rates[order])  # the surface if only the first k are used
     count = int(np.flatnonzero(depth > height)[-1]) + 1 if amount > 0 else 0
     poured = np.zeros(len(levels))
@@ -50,12 +54,13 @@ def spread(fixed: Floats, rates: Floats, loads: Sequence[Load]) -> list[Floats]:
     level = fixed.copy()
     shares = [np.zeros(len(load.ports)) for load in loads]
     order = sorted(range(len(loads)), key=lambda i: (len(loads[i].ports), -loads[i].amount_bytes, i))
+    rate = [rates[load.ports] for load in loads]
     for _ in range(SWEEPS):
         change = 0.0
         for index in order:
             ports = loads[index].ports
             others = level[ports] - shares[index]
-            new = pour(others, rates[ports], loads[index].amount_bytes)
+            new = pour(others, rate[index], loads[index].amount_bytes)
             change = max(change, float(np.abs(new - shares[index]).max()))
             shares[index] = new
             level[ports] = others + new

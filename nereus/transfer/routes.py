@@ -10,7 +10,7 @@ import numpy as np
 
 from nereus.fleet import Fleet
 from nereus.transfer.demands import DESTINATION, HOP, SOURCE, START, STOP, STREAM, Demands, Job
-from nereus.transfer.ports import Floats, Ints, Load, bound, spread
+from nereus.transfer.ports import Floats, Ints, Load, bound, pour, spread
 from nereus.transfer.streams import Streams
 
 RELAY_GAIN = 1.05
@@ -222,11 +222,10 @@ def _over_nics(fleet: Fleet, jobs: Sequence[Job], nic_level: Floats, slot_level:
             share[order] = amounts
             shares.append(share)
             continue
-        share = np.zeros(len(job.senders))
-        for port, amount in zip(used, amounts, strict=True):
-            members = np.flatnonzero(fleet.nic_of[job.senders] == port)
-            one = Load(ports=np.arange(len(members)), amount_bytes=float(amount))
-            share[members] = spread(slot_level[job.senders[members]], np.ones(len(members)), [one])[0]
+        share, port_of = np.zeros(len(job.senders)), fleet.nic_of[job.senders]
+        for port, amount in zip(used.tolist(), amounts.tolist(), strict=True):
+            members = np.flatnonzero(port_of == port)
+            share[members] = pour(slot_level[job.senders[members]], np.ones(len(members)), amount)
         shares.append(share)
     return shares
 
@@ -238,13 +237,11 @@ def _stair(streams: Streams, job: Job, share: Floats) -> Ints:
     ends = np.cumsum(length)
     marks = np.rint(np.cumsum(share) * (ends[-1] / share.sum())).astype(np.int64)
     marks[-1] = ends[-1]
-    inner: list[int] = marks[:-1].tolist()
-    for position, mark in enumerate(inner):  # a mark inside a demand moves to the nearest edge of an element
-        index = int(np.searchsorted(ends, mark, side="right"))
-        if index < len(ends):
-            stream, start = int(demand[index, 0]), int(demand[index, 2])
-            base = int(ends[index] - length[index]) - start
-            marks[position] = base + streams.snap(stream, np.array([mark - base]))[0]
+    index = np.asarray(np.searchsorted(ends, marks, side="right"), dtype=np.int64)
+    inside = np.flatnonzero(index < len(ends))  # a mark inside a demand moves to the nearest edge of an element
+    of = index[inside]
+    base = ends[of] - length[of] - demand[of, 2]
+    marks[inside] = base + streams.snap(demand[of, 0], marks[inside] - base)
     cuts = np.unique(np.concatenate([[0], ends, marks]))
     low, high = cuts[:-1], cuts[1:]
     index = np.searchsorted(ends, low, side="right")

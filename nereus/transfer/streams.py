@@ -88,8 +88,8 @@ class Streams:
             wanters=self.wanters[kept],
         )
 
-    def snap(self, stream: int, offsets: Ints) -> Ints:
-        """Offsets in bytes within a stream, each moved to the nearest edge of an element."""
+    def snap(self, stream: int | Ints, offsets: Ints) -> Ints:
+        """Offsets in bytes within a stream, or each within its own, moved to the nearest edge of an element."""
         base = self.ends[self.first[stream]]
         at = np.searchsorted(self.ends, base + offsets, side="right") - 1
         at = np.minimum(at, self.first[stream + 1] - 1)

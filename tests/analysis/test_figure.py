@@ -5,7 +5,7 @@ from pathlib import Path
 import matplotlib as mpl
 from matplotlib.figure import Figure
 
-from nereus.report.figure import mark_sample, save, style
+from nereus.report.figure import draw, mark_sample, save, style
 
 
 def written(folder: Path, *, sample: bool = False) -> dict[str, bytes]:
@@ -31,3 +31,13 @@ def test_the_same_bytes_under_other_settings(tmp_path: Path) -> None:
 def test_a_sample_is_marked(tmp_path: Path) -> None:
     with_mark, without = written(tmp_path, sample=True), written(tmp_path)
     assert all(with_mark[name] != without[name] for name in without)
+
+
+def test_a_drawn_figure_is_saved_and_said(tmp_path: Path) -> None:
+    with style():
+        empty = save(Figure(), tmp_path, "empty")
+    told = draw(Figure, tmp_path, "whole", sample=False)
+    assert told.splitlines() == [f"figure: {tmp_path / 'whole.png'}", f"figure: {tmp_path / 'whole.pdf'}"]
+    assert (tmp_path / "whole.png").read_bytes() == empty[0].read_bytes()
+    draw(Figure, tmp_path, "marked", sample=True)
+    assert (tmp_path / "marked.png").read_bytes() != empty[0].read_bytes()

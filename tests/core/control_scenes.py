@@ -40,7 +40,7 @@ def shown(plan: Plan, seconds: float, deviation: float = 0.0) -> Candidate:
 class TableOutlook:
     """Seconds by plan_id, a share of them as the joint deviation; `scale` follows what is measured when `learns`.
 
-    A plan named in `room_tokens` does not fit once wider rows are met.
+    A plan named in `room_tokens` does not fit once wider rows are met. News make all plans `slowdown` as slow.
     """
 
     seconds: dict[str, float]
@@ -49,11 +49,14 @@ class TableOutlook:
     room_tokens: dict[str, int] = field(default_factory=dict)
     scale: float = 1.0
     learns: bool = False
+    slowdown: float = 1.0
 
     def met(self, candidates: tuple[Candidate, ...]) -> TableOutlook:
         return self
 
     def observe(self, finished: StepMeasured, plan_id: str, *, ratio: float, noise_share: float) -> TableOutlook:
+        if finished.news:
+            return replace(self, scale=self.scale * self.slowdown)
         if not self.learns:
             return self
         found = finished.step_seconds / ratio / self.seconds[plan_id]

@@ -9,7 +9,7 @@ import pytest
 
 from nereus.control.adaptive import WHOLE_STEPS, Adaptive
 from nereus.control.admission import Admitted, Caution, Decision, Forced, Rejected
-from nereus.control.controller import AdaptiveCommand, AdaptiveController, AdaptiveEvent, Dropped
+from nereus.control.controller import AdaptiveCommand, AdaptiveController, AdaptiveEvent, Dropped, Record
 from nereus.control.probation import ProbationEnded
 from nereus.control.records import (
     Band,
@@ -19,6 +19,7 @@ from nereus.control.records import (
     MemoryAlarm,
     Misfit,
     PreemptionNotice,
+    Restart,
     Search,
     SearchDone,
     StepMeasured,
@@ -57,8 +58,9 @@ class Job:
         seconds: dict[str, float] | None = None,
         last_step: int = 200,
         caution: Caution = CAUTION,
+        slowdown: float = 1.0,
     ) -> None:
-        outlook = TableOutlook(seconds or SECONDS, 0.02, misfits or {}, room_tokens or {})
+        outlook = TableOutlook(seconds or SECONDS, 0.02, misfits or {}, room_tokens or {}, slowdown=slowdown)
         self.policy = Adaptive(outlook, POOR, caution)
         self.controller = AdaptiveController(
             plan=POOR, fleet=uniform(4), last_step=last_step, policy=self.policy, switches=switches
@@ -242,6 +244,39 @@ def test_a_notice_is_used_until_the_last_step_that_fits_before_it() -> None:
     assert "slot 3 of the plan leaves" in commands[-1].reason
 
 
+@pytest.mark.parametrize(("price", "saved"), [(11.0, False), (13.0, True)])
+def test_a_change_that_ends_after_the_deadline_saves_first(price: float, saved: bool) -> None:
+    job = Job()
+    job.step()
+    (search,) = job.tell(PreemptionNotice(at_seconds=job.now, slots=(3,), deadline_seconds=job.now + 22))
+    assert isinstance(search, Search)
+    job.answer(search, shown(SMALL, price))
+    (command,) = (each for each in job.step() if isinstance(each, ChangePlan | Restart))  # 12 s are left
+    assert isinstance(command, Restart) == saved
+    assert command.plan == SMALL
+    assert ("the state is saved first" in command.reason) == saved
+
+
+def test_slots_that_wait_for_the_plan_to_leave_them_are_left_live() -> None:
+    job = Job()
+    job.step()
+    (search,) = job.tell(PreemptionNotice(at_seconds=job.now, slots=(3,), deadline_seconds=job.now))
+    assert isinstance(search, Search)
+    job.answer(search, shown(SMALL, 30.0))
+    assert isinstance(job.step()[-1], ChangePlan)
+
+
+def test_what_is_lost_already_is_not_saved() -> None:
+    pair = plan_on((0, 1))
+    job = Job(seconds=SECONDS | {pair.plan_id: 12.0})
+    job.step()
+    job.tell(PreemptionNotice(at_seconds=job.now, slots=(2,), deadline_seconds=job.now + 5))
+    fleet = uniform(4).without(frozenset({3}))
+    commands = job.tell(FleetChanged(at_seconds=job.now, fleet=fleet, lost_slots=(3,)))
+    (search,) = (each for each in commands if isinstance(each, Search))
+    assert isinstance(job.answer(search, shown(pair, 30.0))[-1], ChangePlan)
+
+
 def test_a_memory_alarm_forces_a_change_when_there_is_one() -> None:
     job = Job()
     alarm = MemoryAlarm(at_seconds=1, slot=2, phase="generate", used_bytes=950, budget_bytes=1000)
@@ -407,3 +442,50 @@ def test_news_of_a_slot_are_searched_for_even_when_the_step_is_as_before() -> No
     told = StepMeasured(at_seconds=job.now + 10, step=step, step_seconds=10.0, tokens=100, news=news)
     (search,) = [command for command in job.tell(told) if isinstance(command, Search)]
     assert search.request.reason == news
+
+
+NEWS = "slot 3 computes at 0.46 of the usual speed"
+
+
+def told_news(job: Job) -> tuple[AdaptiveCommand, ...]:
+    step = job.controller.step
+    return job.tell(StepMeasured(at_seconds=job.now + 10, step=step, step_seconds=10.0, tokens=100, news=NEWS))
+
+
+def test_a_step_waits_for_the_search_when_news_made_the_plan_much_slower() -> None:
+    """A search takes a small part of the step that is saved."""
+    job = Job(slowdown=2.0)
+    job.answer(job.until_search(), shown(SMALL, 5.0))
+    commands = told_news(job)
+    search = commands[-1]
+    assert isinstance(search, Search)
+    assert job.controller.state == "searching"
+    commands = job.answer(search, shown(BETTER, 1.0))
+    assert [type(each) for each in commands if not isinstance(each, Record)] == [ChangePlan]
+
+
+@pytest.mark.parametrize("slowdown", [1.1, 0.5])
+def test_a_step_does_not_wait_when_news_change_little_or_are_good(slowdown: float) -> None:
+    job = Job(slowdown=slowdown)
+    job.answer(job.until_search(), shown(SMALL, 5.0))
+    assert [type(each) for each in told_news(job) if not isinstance(each, Record)] == [Search, RunStep]
+
+
+def test_a_step_does_not_wait_where_no_change_may_follow() -> None:
+    for switches in (Switches(freeze=True), Switches(dry_run=True)):
+        job = Job(slowdown=2.0, switches=switches)
+        job.answer(job.until_search(), shown(SMALL, 5.0))
+        assert RunStep(step=job.controller.step) in told_news(job) or job.controller.state == "running"
+    job = Job(slowdown=2.0)
+    told_news(job)  # before there is evidence
+    assert job.controller.state == "running"
+
+
+def test_the_step_runs_once_the_search_found_nothing() -> None:
+    job = Job(slowdown=2.0)
+    job.answer(job.until_search(), shown(SMALL, 5.0))
+    commands = told_news(job)
+    search = commands[-1]
+    assert isinstance(search, Search)
+    assert RunStep(step=job.controller.step) in job.answer(search)
+    assert job.controller.state == "running"

@@ -83,6 +83,7 @@ class RandomJob(RuleBasedStateMachine):
 
         self.made, self.controller, self.name, self.switches = made, made(), name, switches
         self.now, self.present, self.plan, self.lost = 0.0, frozenset(SLOTS), first, frozenset[int]()
+        self.leaving = frozenset[int]()
         self.running: int | None = None
         self.changing: ChangePlan | Restart | None = None
         self.searches: list[Search] = []
@@ -107,7 +108,10 @@ class RandomJob(RuleBasedStateMachine):
             case ChangePlan() | Restart():
                 assert (self.running, self.changing, self.ended) == (None, None, False)
                 assert not self.switches.dry_run
-                assert (type(command) is Restart) == (self.name == "restart")
+                if self.name == "restart":
+                    assert isinstance(command, Restart)
+                elif isinstance(command, Restart):  # what is saved first would come too late
+                    assert plan_slots(self.plan) & self.leaving
                 assert plan_slots(command.plan) <= self.present
                 assert self.switches.denies(command.plan) is None or self.name != "nereus"
                 self.changing, self.lost_in_change = command, frozenset[int]()
@@ -171,9 +175,14 @@ class RandomJob(RuleBasedStateMachine):
             self.running = None
         self.tell(FleetChanged(at_seconds=self.at(), fleet=fleet_of(slots), lost_slots=tuple(sorted(lost))))
 
-    @rule(slots=st.frozensets(st.sampled_from(SLOTS), min_size=1, max_size=2), seconds=st.floats(0, 60))
-    def notice(self, slots: frozenset[int], seconds: float) -> None:
+    @rule(
+        slots=st.frozensets(st.sampled_from(SLOTS), min_size=1, max_size=2),
+        seconds=st.floats(0, 60),
+        held=st.booleans(),
+    )
+    def notice(self, slots: frozenset[int], seconds: float, held: bool) -> None:
         at = self.at()
+        self.leaving = self.leaving | slots
         self.tell(PreemptionNotice(at_seconds=at, slots=tuple(sorted(slots)), deadline_seconds=at + seconds))
 
     @rule(slot=st.sampled_from(SLOTS))

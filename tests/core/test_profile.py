@@ -82,6 +82,9 @@ def test_more_slots_on_the_same_cores_do_not_get_more_done() -> None:
     measured = replace(DEFAULT, together_slots=1.7)
     fewer = resized(measured, DEFAULT, supposed("cpu", 4, 2, 2))
     assert (fewer.slots, fewer.together_slots) == (2, pytest.approx(1.7))
+    alone = resized(measured, DEFAULT, supposed("cpu", 4, 1, 2))
+    back = resized(alone, supposed("cpu", 4, 1, 2), DEFAULT)
+    assert (back.slots, back.together_slots) == (4, pytest.approx(1.7))
     more = resized(measured, DEFAULT, supposed("cpu", 4, 8, 4))  # a second host of two cores
     assert more.together_slots == pytest.approx(3.4)
 

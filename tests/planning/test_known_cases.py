@@ -143,5 +143,12 @@ def test_60_and_61_degrees_that_do_not_fit_are_refused_for_the_stage_that_has_th
 def test_idle_slots_are_named_with_a_reason() -> None:
     problem = problem_of("llama-3.1-8b", "7xh100", "grpo")
     judged = checked(problem, "actor_train tp=2 dp=3; reference_infer tp=4 dp=1; actor_generate dp=7")
-    assert [(each.stage, each.idle_slots) for each in judged.idle] == [("actor_train", 1), ("reference_infer", 3)]
+    assert [(each.stage, each.slots) for each in judged.idle] == [("actor_train", (6,)), ("reference_infer", (4, 5, 6))]
     assert "do not fill 7" in judged.idle[0].reason
+
+
+def test_groups_stand_on_the_first_seats_that_no_domain_cuts() -> None:
+    ground = replace(problem_of("llama-3.1-8b", "7xh100", "grpo").terrain.ground(tuple(range(7))), domain_slots=(3, 4))
+    assert ground.first_seats(2, 6) == (0, 1, 3, 4, 5, 6)
+    assert ground.first_seats(2, 4) == (0, 1, 3, 4)
+    assert ground.first_seats(6, 6) == (0, 1, 2, 3, 4, 5)  # wider than a domain

@@ -13,12 +13,14 @@ from nereus.config import ChangeConfig, PlanChange, StageConfig
 from nereus.control.controller import AdaptiveController
 from nereus.control.policies import DpScaling, Fixed
 from nereus.controller import Controller
+from nereus.fleet import uniform
 from nereus.layout import first_plan
 from nereus.report.summary import fold
 from nereus.sim.edges import Delays
+from nereus.sim.play import Moment, notices
 from nereus.sim.truth import HIDDEN_TERMS, Truth
 from nereus.world import drive
-from tests.sim.scene import Kept, job, plan_config, world
+from tests.sim.scene import H100, Kept, job, plan_config, world
 
 CHANGE = ChangeConfig(
     step=4,
@@ -172,3 +174,20 @@ def test_an_overflow_is_the_last_line_whatever_the_fleet_does_later() -> None:
     assert kept.events[-1]["kind"] == "run_stopped"
     assert kept.events[-1]["reason"] == "out of memory"
     assert made.env.now < 5000
+
+
+def test_every_loss_is_told_before_it_however_soon_it_follows_another() -> None:
+    fleet = uniform(32, H100)
+
+    def moment(at: float, *, lost: tuple[int, ...] = (), gained: tuple[int, ...] = ()) -> Moment:
+        return Moment(at_seconds=at, fleet=fleet, lost_slots=lost, gained_slots=gained)
+
+    moments = [moment(0), moment(50, lost=(1,)), moment(200, lost=(2, 3), gained=(8,)), moment(260, lost=(4, 8))]
+    told = [(each.at_seconds, each.deadline_seconds, each.slots) for each in notices(moments, 120.0)]
+    assert told == [(0, 50, (1,)), (80, 200, (2, 3)), (140, 260, (4,)), (200, 260, (8,))]
+
+
+def test_losses_that_follow_each_other_quickly_are_all_told() -> None:
+    kept = scaled([(0, 4), (60, 3), (75, 2)], delays=Delays(notice_seconds=40.0))
+    told = [(event["at_seconds"], event["deadline_seconds"]) for event in kept.kinds("preemption_notice")]
+    assert told == [(20, 60), (35, 75)]
