@@ -237,9 +237,9 @@ def _stair(streams: Streams, job: Job, share: Floats) -> Ints:
     ends = np.cumsum(length)
     marks = np.rint(np.cumsum(share) * (ends[-1] / share.sum())).astype(np.int64)
     marks[-1] = ends[-1]
-    index = np.searchsorted(ends, marks, side="right")
-    inside = np.flatnonzero(index < len(ends))  # a mark inside a demand moves to the nearest edge of an element
-    of = index[inside]
+    demanded: Ints = np.searchsorted(ends, marks, side="right").astype(np.int64)
+    inside = np.flatnonzero(demanded < len(ends))  # a mark inside a demand moves to the nearest edge of an element
+    of = demanded[inside]
     base = ends[of] - length[of] - demand[of, 2]
     marks[inside] = base + streams.snap(demand[of, 0], marks[inside] - base)
     cuts = np.unique(np.concatenate([[0], ends, marks]))
