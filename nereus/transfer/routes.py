@@ -232,12 +232,12 @@ def _over_nics(fleet: Fleet, jobs: Sequence[Job], nic_level: Floats, slot_level:
 
 def _stair(streams: Streams, job: Job, share: Floats) -> Ints:
     """Lays the demands end to end and the senders' shares along them: at most demands + senders rows."""
-    demand = np.array(job.rows, dtype=np.int64)
-    length = demand[:, 3] - demand[:, 2]
-    ends = np.cumsum(length)
-    marks = np.rint(np.cumsum(share) * (ends[-1] / share.sum())).astype(np.int64)
+    demand: Ints = np.array(job.rows, dtype=np.int64)
+    length: Ints = demand[:, 3] - demand[:, 2]
+    ends: Ints = np.cumsum(length)
+    marks: Ints = np.rint(np.cumsum(share) * (ends[-1] / share.sum())).astype(np.int64)
     marks[-1] = ends[-1]
-    demanded: Ints = np.searchsorted(ends, marks, side="right").astype(np.int64)
+    demanded = np.searchsorted(ends, marks, side="right")
     inside = np.flatnonzero(demanded < len(ends))  # a mark inside a demand moves to the nearest edge of an element
     of = demanded[inside]
     base = ends[of] - length[of] - demand[of, 2]
