@@ -48,7 +48,9 @@ PHASES = ("update_weights", "gen", "old_log_prob", "ref", "values", "update_crit
 # ## The numbers
 
 # %%
-TABLE, SOURCE = measured_or_sample(HERE.parent / "runs" / NAME / "table.parquet", HERE / "data" / f"{NAME}.parquet")
+TABLE, SOURCE = measured_or_sample(
+    HERE.parent / "runs" / NAME / "table.parquet", HERE / "data" / f"{NAME}.sample.parquet"
+)
 
 
 def means() -> dict[tuple[str, str, str, str], float]:

@@ -136,14 +136,17 @@ def cell(baseline: str, place: str) -> str:
     if not found:
         return "stands still"
     mean, half = interval(found)
-    best, free = (interval(reductions(name, baseline, place, CURVES))[0] for name in (oracle, "ceiling"))
+    known = [reductions(name, baseline, place, CURVES) for name in (oracle, "ceiling")]
+    best, free = (f"{interval(each)[0]:5.1%}" if each else "    -" for each in known)
     stood = f", stands still in {still(baseline, place)}" if still(baseline, place) else ""
-    return f"{mean:6.1%} ± {half:5.1%} ({best:5.1%}, {free:5.1%}){stood}"
+    return f"{mean:6.1%} ± {half:5.1%} ({best}, {free}){stood}"
 
 
 kind = "SAMPLE DATA, not to be quoted; " if SOURCE.sample else ""
 print(f"{EXPERIMENT}: {kind}simulated, {len(SOURCE.runs)} runs: {SOURCE.command}")
-print("reduction of average step latency by nereus, mean over seeds and curves ± 95 %; (by the oracle, by the ceiling)")
+print(
+    "reduction of average step latency by nereus, mean over seeds and curves ± 95 %; (by the oracle, by the ceiling; -: not run)"
+)
 for place in PLACES:
     print(f"\n{place}:")
     for baseline, label in BASELINES.items():
@@ -185,11 +188,10 @@ for place in PLACES:
         ours, best, free, base = (
             mean_latency(name, place, curve) for name in ("nereus", "oracle", "ceiling", "dp-scaling")
         )
-        print(
-            f"{place + ' ' + curve:<14} {ours:8.1f} {best:8.1f} {free:8.1f} {base:11.1f} {(ours - best) / base:17.1%} of dp-scaling"
-        )
-behind, where = worst()
-print(f"worst scenario: nereus takes {behind:+.1%} of the time of {where}")
+        behind = f"{(ours - best) / base:17.1%} of dp-scaling" if best < inf else f"{'not run':>18}"
+        print(f"{place + ' ' + curve:<14} {ours:8.1f} {best:8.1f} {free:8.1f} {base:11.1f} {behind}")
+excess, where = worst()
+print(f"worst scenario: nereus takes {excess:+.1%} of the time of {where}")
 
 # %% [markdown]
 # ## Where the gain comes from, one freedom at a time, and what leaving a part out costs
@@ -225,8 +227,9 @@ def panel(axes: Axes) -> None:
             spot = at + (index - 1) * 0.26
             label = place if not at else None
             axes.bar(spot, 100 * mean, 0.24, yerr=100 * half, color=COLOURS[index], label=label, error_kw={"lw": 0.8})
-            best = interval(reductions(pair(baseline)[1], baseline, place, CURVES))[0]
-            axes.plot([spot - 0.12, spot + 0.12], [100 * best] * 2, color="0.2", linewidth=1.5)
+            if best := reductions(pair(baseline)[1], baseline, place, CURVES):
+                height = 100 * interval(best)[0]
+                axes.plot([spot - 0.12, spot + 0.12], [height] * 2, color="0.2", linewidth=1.5)
     axes.axhline(100 * PAPER, color="tab:red", linewidth=1, linestyle="--", label="paper, against dp-scaling: 27.7 %")
     axes.axhline(0, color="0.3", linewidth=0.8)
     names = [label.strip().replace(": ", ":\n").replace(", ", ",\n") for label in BASELINES.values()]

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
 import polars as pl
 
@@ -79,7 +80,7 @@ def write_table(table: pl.DataFrame, source: Source, path: Path) -> None:
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        table.write_parquet(beside, metadata={METADATA: json.dumps(asdict(source))})
+        table.write_parquet(beside, metadata={METADATA: json.dumps(_packed(source))})
         beside.replace(path)
     except OSError as error:
         with contextlib.suppress(OSError):
@@ -87,14 +88,35 @@ def write_table(table: pl.DataFrame, source: Source, path: Path) -> None:
         raise ConfigError("--out", str(path), f"expected a file to write: {error.strerror}") from error
 
 
+def _packed(source: Source) -> dict[str, Any]:
+    """As the file holds it: what runs have in common but for their dates once, in `made`; a run is (which of these, date)."""
+    made: list[dict[str, Any]] = []
+    runs: dict[str, tuple[int, str]] = {}
+    for name, provenance in source.runs.items():
+        shared = asdict(provenance)
+        date = shared.pop("date")
+        if shared not in made:
+            made.append(shared)
+        runs[name] = made.index(shared), date
+    return asdict(source) | {"made": made, "runs": runs}
+
+
+def _unpacked(raw: dict[str, Any]) -> dict[str, Any]:
+    """A Source's fields; the first tables have every run's provenance whole."""
+    if "made" not in raw:
+        return raw
+    made = raw.pop("made")
+    return raw | {"runs": {name: made[which] | {"date": date} for name, (which, date) in raw["runs"].items()}}
+
+
 def read_table(path: Path) -> tuple[pl.DataFrame, Source]:
     """The table in `path` and its source. Raises JournalError when it is not what `write_table` writes."""
     try:
         table = pl.read_parquet(path)
-        source = structured(Source, json.loads(pl.read_parquet_metadata(path)[METADATA]))
+        source = structured(Source, _unpacked(json.loads(pl.read_parquet_metadata(path)[METADATA])))
     except (OSError, pl.exceptions.PolarsError) as error:
         raise JournalError(f"{path}: cannot be read as parquet: {error}") from error
-    except (KeyError, ValueError) as error:
+    except (KeyError, IndexError, TypeError, ValueError) as error:
         raise JournalError(f"{path}: does not say where it comes from: {error}; collect it again") from error
     if table.schema != SCHEMA:
         raise JournalError(f"{path}: has the columns {dict(table.schema)}; collect it again")

@@ -27,25 +27,23 @@ def fair_rates(legs: Ints, capacity: Floats) -> Floats:
     A resource whose equal share is the least that each of its flows finds anywhere is filled; then the others share what
     is left.
     """
-    flows = len(legs)
-    rates = np.zeros(flows)
-    open_flows = np.ones(flows, dtype=bool)
-    left = capacity.astype(np.float64).copy()
-    held = legs >= 0
-    index = np.where(held, legs, 0)
-    while open_flows.any():
-        used = held & open_flows[:, None]
-        count = np.bincount(index[used], minlength=len(left))
-        share = np.where(count > 0, np.maximum(left, 0.0) / np.maximum(count, 1), np.inf)
-        mine = np.where(used, share[index], np.inf)
-        least = mine.min(axis=1)
-        tight = used & (mine <= least[:, None] * (1 + SAME_SHARE))
-        full = (count > 0) & (np.bincount(index[tight], minlength=len(left)) == count)
-        fixed = open_flows & (tight & full[index]).any(axis=1)
-        rates[fixed] = least[fixed]
-        spent = held & fixed[:, None]
-        left -= np.bincount(index[spent], np.broadcast_to(rates[:, None], legs.shape)[spent], len(left))
-        open_flows &= ~fixed
+    size, columns = len(capacity), 1 + int(np.flatnonzero((legs >= 0).any(axis=0)).max(initial=-1))
+    rates = np.zeros(len(legs))
+    left = np.append(capacity.astype(np.float64), np.inf)  # the last one stands for none
+    index = np.where(legs >= 0, legs, size)[:, :columns]
+    waiting = np.arange(len(legs) if columns else 0)
+    while len(waiting):
+        mine = index[waiting]
+        count = np.bincount(mine.ravel(), minlength=size + 1)
+        count[size] = 0
+        share = np.where(count > 0, np.maximum(left, 0.0) / np.maximum(count, 1), np.inf)[mine]
+        least = share.min(axis=1)
+        tight = (share <= least[:, None] * (1 + SAME_SHARE)) & (mine < size)
+        full = (count > 0) & (np.bincount(mine[tight], minlength=size + 1) == count)
+        fixed = (tight & full[mine]).any(axis=1)
+        rates[waiting[fixed]] = least[fixed]
+        left -= np.bincount(mine[fixed].ravel(), np.repeat(least[fixed], columns), size + 1)
+        waiting = waiting[~fixed]
     return rates
 
 

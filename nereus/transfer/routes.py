@@ -232,14 +232,14 @@ def _over_nics(fleet: Fleet, jobs: Sequence[Job], nic_level: Floats, slot_level:
 
 def _stair(streams: Streams, job: Job, share: Floats) -> Ints:
     """Lays the demands end to end and the senders' shares along them: at most demands + senders rows."""
-    demand = np.array(job.rows, dtype=np.int64)
-    length = demand[:, 3] - demand[:, 2]
-    ends = np.cumsum(length)
-    marks = np.rint(np.cumsum(share) * (ends[-1] / share.sum())).astype(np.int64)
+    demand: Ints = np.array(job.rows, dtype=np.int64)
+    length: Ints = demand[:, 3] - demand[:, 2]
+    ends: Ints = np.cumsum(length)
+    marks: Ints = np.rint(np.cumsum(share) * (ends[-1] / share.sum())).astype(np.int64)
     marks[-1] = ends[-1]
-    index = np.asarray(np.searchsorted(ends, marks, side="right"), dtype=np.int64)
-    inside = np.flatnonzero(index < len(ends))  # a mark inside a demand moves to the nearest edge of an element
-    of = index[inside]
+    demanded = np.searchsorted(ends, marks, side="right")
+    inside = np.flatnonzero(demanded < len(ends))  # a mark inside a demand moves to the nearest edge of an element
+    of = demanded[inside]
     base = ends[of] - length[of] - demand[of, 2]
     marks[inside] = base + streams.snap(demand[of, 0], marks[inside] - base)
     cuts = np.unique(np.concatenate([[0], ends, marks]))
