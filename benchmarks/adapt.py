@@ -135,11 +135,16 @@ def options_of(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--only", default="", help="contestants whose name has this")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--steps", type=int, default=16, help="steps of a run")
-    parser.add_argument("--static-steps", type=int, default=2, help="steps of a static plan under each condition")
+    parser.add_argument("--static-steps", type=int, default=3, help="steps of a static plan under each condition")
     parser.add_argument(
         "--plans", nargs="+", default=tuple(PLANS), choices=tuple(PLANS), help="static plans to measure"
     )
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.static_steps < 3:
+        parser.error(
+            f"--static-steps {options.static_steps}: expected 3 at least: the first builds, the last carries a change"
+        )
+    return options
 
 
 def main(arguments: list[str]) -> int:

@@ -101,7 +101,6 @@ def wide(dp: int, micro_batch: int = SMALL, **more: Any) -> PlanConfig:
 USUAL = "TP2·PP2"
 PLANS: dict[str, PlanConfig] = {
     USUAL: stages(S(tp=2, pp=2, micro_batch=SMALL), S(tp=2, dp=2)),
-    "PP2·DP2": stages(S(pp=2, dp=2, micro_batch=SMALL), S(dp=4)),
     f"DP4 mb{WHOLE}": wide(4, WHOLE),
     f"DP4 mb{SMALL}": wide(4),
     f"DP3 mb{SMALL}": wide(3),
