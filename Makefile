@@ -30,7 +30,7 @@ analysis: setup  ## draw every figure of analysis/ into analysis/figures/, from 
 slurm-test: setup  ## jobs on a real Slurm of two nodes on this host (root; installs slurm-wlm and munge if missing)
 	@NEREUS_SLURM_TEST=1 OMP_NUM_THREADS=1 .venv/bin/python -m pytest tests/slurm $(ARGS)
 
-bench-adapt: setup  ## the real job under one schedule: nereus beside dp-scaling, restart, fixed and static plans, 3 runs each: about 25 minutes; ARGS: --folder F, --json FILE, --only WORD, --repeats N, --steps N
+bench-adapt: setup  ## the real job under one schedule: nereus beside dp-scaling, restart, fixed and static plans, 3 runs each: about 28 minutes; ARGS: --folder F, --json FILE, --only WORD, --repeats N, --steps N
 	@OMP_NUM_THREADS=1 .venv/bin/python -W ignore -m benchmarks.adapt $(ARGS)
 
 bench-admission: setup  ## admission against the best in hindsight on synthetic traces: about 5 minutes

@@ -1,4 +1,4 @@
-"""The real job adapts, beside baselines, under one schedule: `make bench-adapt` (about 25 minutes on two quiet cores).
+"""The real job adapts, beside baselines, under one schedule: `make bench-adapt` (about 28 minutes on two quiet cores).
 
     make bench-adapt ARGS="--folder F --json OUT.json"     what is finished in the folder is not done again
     make bench-adapt ARGS="--only nereus --repeats 1"      contestants whose name has the word
