@@ -47,9 +47,13 @@ class Job:
         return since + found.end()
 
     def wait_for_requeue(self, times: int) -> None:
-        """Until it waits for its allocation again, for the so many-th time; then it need not wait longer."""
+        """Until it waits for its allocation again, for the so many-th time; then it need not wait longer.
+
+        Slurm holds a requeued job back for two minutes because the end of the allocation before may still be reported, and
+        would then count as the next one's: here all of that one has to be gone instead.
+        """
         deadline = time.monotonic() + WAIT_SECONDS
-        while (self.about("JobState"), self.about("Restarts")) != ("PENDING", str(times)):
+        while (self.about("JobState"), self.about("Restarts")) != ("PENDING", str(times)) or self.alive():
             assert time.monotonic() < deadline, self.output()
             time.sleep(0.2)
         scontrol("update", f"JobId={self.number}", "StartTime=now")
@@ -74,6 +78,8 @@ class Job:
 
     def owns(self, process: psutil.Process) -> bool:
         try:
+            if process.name() == "slurmstepd":  # "slurmstepd: [2.batch]", which reports how the step ended
+                return f"[{self.number}." in " ".join(process.cmdline())
             inside = process.environ().get("SLURM_CONF") == os.environ["SLURM_CONF"]
             mine = process.environ().get("SLURM_JOB_ID") == self.number
             return inside and mine and process.status() != psutil.STATUS_ZOMBIE
