@@ -17,6 +17,7 @@ from nereus.cli.main import main
 from nereus.cli.slurm import Standing
 
 WAIT_SECONDS = 240.0
+SETTLE_SECONDS = 3.0
 
 
 @dataclass(kw_only=True)
@@ -31,18 +32,23 @@ class Job:
         path = self.folder / "job.out"
         return path.read_text(errors="replace") if path.exists() else ""
 
-    def about(self, key: str) -> str:
+    def shown(self) -> str:
+        """What Slurm says of it."""
         done = subprocess.run(["scontrol", "show", "job", self.number], capture_output=True, text=True, check=True)
-        found = re.search(rf"\b{key}=(\S+)", done.stdout)
-        assert found, done.stdout
+        return done.stdout
+
+    def about(self, key: str) -> str:
+        shown = self.shown()
+        found = re.search(rf"\b{key}=(\S+)", shown)
+        assert found, shown
         return found[1]
 
     def wait_for(self, pattern: str, since: int = 0) -> int:
         """Until its output has the pattern after character `since`; the place of the match's end."""
         deadline = time.monotonic() + WAIT_SECONDS
         while (found := re.search(pattern, self.output()[since:])) is None:
-            assert not Standing(state=self.about("JobState")).ended, self.output()
-            assert time.monotonic() < deadline, self.output()
+            assert not Standing(state=self.about("JobState")).ended, self.output() + self.shown()
+            assert time.monotonic() < deadline, self.output() + self.shown()
             time.sleep(0.2)
         return since + found.end()
 
@@ -50,12 +56,13 @@ class Job:
         """Until it waits for its allocation again, for the so many-th time; then it need not wait longer.
 
         Slurm holds a requeued job back for two minutes because the end of the allocation before may still be reported, and
-        would then count as the next one's: here all of that one has to be gone instead.
+        would then count as the next one's: here all of that one has to be gone instead, for SETTLE_SECONDS.
         """
         deadline = time.monotonic() + WAIT_SECONDS
         while (self.about("JobState"), self.about("Restarts")) != ("PENDING", str(times)) or self.alive():
             assert time.monotonic() < deadline, self.output()
             time.sleep(0.2)
+        time.sleep(SETTLE_SECONDS)
         scontrol("update", f"JobId={self.number}", "StartTime=now")
 
     def ended(self) -> str:
