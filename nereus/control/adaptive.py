@@ -217,8 +217,9 @@ class Adaptive:
 
     def _waits(self, situation: Situation) -> bool:
         """Whether the step waits for the answer about a plan that news made slower, and which may be left."""
-        asked = situation.searching or self.question(situation) is not None
-        return self._slowed and asked and not situation.switches.dry_run and self._hindrance(situation, None) is None
+        if not self._slowed or situation.switches.dry_run or self._hindrance(situation, None) is not None:
+            return False
+        return situation.searching or self.question(situation) is not None
 
     def _is_spent(self, situation: Situation, weighed: tuple[Weighed, ...]) -> bool:
         """Whether steps since the answer have barred every candidate of it, and a change is needed: others may be left."""

@@ -68,7 +68,8 @@ class FleetOutlook:
 
     `beliefs` are by device. `recent_tokens` are (step, mean tokens of a prompt with its response, of the longest) of the last
     steps. `batch` is the last step's, kept while the mean length stays within HELD_SHARE of it.
-    `carried` is plan -> the longest mean that it ran with. `missed_share` is by how much a measured peak was above its prediction at most. What follows from the rest is remembered.
+    `carried` is plan -> the longest mean that it ran with. `missed_share` is by how much a measured peak was above its
+    prediction at most. What follows from the rest is remembered.
     """
 
     config: Config
