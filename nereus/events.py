@@ -89,19 +89,27 @@ class RunStep:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChangePlan:
-    """Bring the job to `plan` before step `step`, as one transaction; prepared during a step that is commanded with it."""
+    """Bring the job to `plan` before step `step`, as one transaction; prepared during a step that is commanded with it.
+
+    `urgent`: slots of the present plan are about to leave, so it commits as early as it can.
+    """
 
     step: int
     plan: Plan
     reason: str
+    urgent: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recover:
-    """Go on without the slots `lost_slots` under `plan`, whose slots have the numbers of `nereus.survivors.renumbering`."""
+    """Go on without the slots `lost_slots` under `plan`, whose slots have the numbers of `nereus.survivors.renumbering`.
+
+    With `saved` the state is whole and is saved first: what only those slots have comes from there.
+    """
 
     lost_slots: tuple[int, ...]
     plan: Plan
+    saved: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

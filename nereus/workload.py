@@ -73,7 +73,8 @@ QUANTILES = 16
 class StepBatch:
     """What a step's batch weighs: samples, the padded width of a row, mean prompt, response lengths as quantiles.
 
-    `sampled` is False where rollouts are read instead of sampled: then there is neither sync nor generation.
+    `sampled` is False where rollouts are read instead of sampled: then there is neither sync nor generation. `fullest_tokens`
+    are (samples of a micro-batch, tokens of the fullest one), where micro-batches are not padded to the width.
     """
 
     samples: int
@@ -81,6 +82,7 @@ class StepBatch:
     prompt_tokens: float
     response_tokens: tuple[float, ...]
     sampled: bool = True
+    fullest_tokens: tuple[tuple[int, int], ...] = ()
 
     def record(self) -> dict[str, Any]:
         """As JSON holds it."""
@@ -103,6 +105,7 @@ def step_batch(
 def recorded_batch(record: Mapping[str, Any]) -> StepBatch:
     """The StepBatch of `StepBatch.record`."""
     values: dict[str, Any] = {**record, "response_tokens": tuple(record["response_tokens"])}
+    values["fullest_tokens"] = tuple((size, tokens) for size, tokens in record.get("fullest_tokens", ()))
     return StepBatch(**values)
 
 

@@ -17,7 +17,7 @@ from nereus.cli.simulate import COMPARED, POLICIES
 from nereus.config import Config, DataConfig
 from nereus.control.outset import VARIANTS, fleet_controller
 from nereus.control.policies import with_dp
-from nereus.control.records import PriceEstimate, plan_slots
+from nereus.control.records import plan_slots
 from nereus.controller import Controller
 from nereus.errors import ConfigError, InfeasiblePlan, near
 from nereus.fleet import DEVICES, Fleet, parse_fleet
@@ -28,7 +28,7 @@ from nereus.runtime.journal import Journal
 from nereus.runtime.metrics import MetricsWriter, NoMirror
 from nereus.sim.edges import Delays
 from nereus.sim.play import Moment, inventory_of, play, steady
-from nereus.sim.searching import RESTORE, FleetSearcher
+from nereus.sim.searching import FleetSearcher
 from nereus.sim.told import Told
 from nereus.sim.traces import FleetTrace, LengthCurve, read_trace
 from nereus.sim.truth import Truth
@@ -122,8 +122,8 @@ def commander_of(policy: str, config: Config, plan: Plan, world: SimulatedWorld,
     inventory = inventory_of(world.moments)
     controller = fleet_controller(policy, config, plan, world.fleet, inventory)
     variant = VARIANTS.get(policy)
+    world.keeps_processes = not controller.policy.by_restart or (variant is not None and variant.storage)
     if variant is not None:
-        world.through_storage = variant.storage
         world.searcher = FleetSearcher(
             changes=world.changes,
             journal=journal,
@@ -132,16 +132,9 @@ def commander_of(policy: str, config: Config, plan: Plan, world: SimulatedWorld,
             space=variant.space(plan),
             free=not variant.priced,
             by_restart=not variant.live,
-            restart_price=_storage_price(world) if variant.storage else RESTORE,
+            through_storage=variant.storage,
         )
     return Told(controller=controller, journal=journal, policy=policy, inventory=inventory)
-
-
-def _storage_price(world: SimulatedWorld) -> PriceEstimate:
-    """What a change through storage is expected to take on the first fleet: state there and back, engines built."""
-    engines = world.engine_seconds["train"] + world.engine_seconds["generate"]
-    mean = engines + 2 * world.delays.stored(world.config, len(world.fleet.nodes))
-    return PriceEstimate(mean_seconds=mean, deviation_seconds=mean / 2, bound_seconds=0.0)
 
 
 def fleet_of(fleet: str, trace: FleetTrace | None, device: str, truth: Truth) -> tuple[Moment, ...]:

@@ -42,6 +42,7 @@ from nereus.control.records import (
     FleetChanged,
     MemoryAlarm,
     PreemptionNotice,
+    PriceEstimate,
     Restart,
     Search,
     SearchDone,
@@ -317,18 +318,18 @@ class AdaptiveController:
     def _too_late(self, plan_id: str) -> str:
         """Why the state is saved before the change: slots of the plan leave before a live one is sure to end. Else "".
 
-        Without a price the longest change so far counts. What is lost already cannot be saved; a slot that is there after
+        With a price it is what a live change takes until its commit, else the longest change so far. What is lost already cannot be saved; a slot that is there after
         its deadline stays until the plan has left it, as the real world's scheduled ones do.
         """
         leaving = [self._leaving[slot] for slot in self._slots & self._leaving.keys()]
         if not leaving or self._slots & self._empty or not self._slots <= self._present:
             return ""
         prices = (c.price for c in (self._answer.candidates if self._answer else ()) if c.plan_id == plan_id)
-        needed = next((p.mean_seconds + p.deviation_seconds for p in prices), 0.0) or self._change_seconds
+        needed = next((_until_commit(price) for price in prices), 0.0) or self._change_seconds
         left = min(leaving) - self._at_seconds
         if left <= 0 or needed <= left:
             return ""
-        return f"the state is saved first: slots leave in {left:.1f} s, a live change may take {needed:.1f} s"
+        return f"the state is saved first: slots leave in {left:.1f} s, a live change may commit after {needed:.1f} s"
 
     def _settled(self) -> tuple[AdaptiveCommand, ...]:
         """What is due before the step."""
@@ -344,8 +345,10 @@ class AdaptiveController:
             self._wanted, self._wanted_id = choice.plan, choice.plan_id
             late = self._too_late(choice.plan_id)
             reason = f"{choice.reason}; {late}" if late else choice.reason
-            make = Restart if self.policy.by_restart or late else ChangePlan
-            return (*records, make(step=self.step, plan=choice.plan, reason=reason))
+            if self.policy.by_restart or late:
+                return (*records, Restart(step=self.step, plan=choice.plan, reason=reason))
+            urgent = not self._slots.isdisjoint(self._leaving)
+            return (*records, ChangePlan(step=self.step, plan=choice.plan, reason=reason, urgent=urgent))
         self.state = "waiting"
         asked = self._asked()
         if choice.action == "stay" or (choice.action == "move" and not self._broken()):
@@ -409,3 +412,9 @@ class AdaptiveController:
             assert set(request.slots) <= set(self.fleet.slots), "a search for slots that are gone counts"
         assert self._leaving.keys() <= set(self.fleet.slots), "slots are about to leave that are gone"
         self.policy.check()
+
+
+def _until_commit(price: PriceEstimate) -> float:
+    """Seconds after which a change is all but sure to have committed."""
+    share = price.commit_seconds / price.mean_seconds if price.commit_seconds else 1.0
+    return share * (price.mean_seconds + price.deviation_seconds)

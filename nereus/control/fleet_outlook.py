@@ -47,6 +47,8 @@ RATIO_PARTS = 4
 ORDER = ("actor_train", "critic_train", "reference_infer", "actor_generate")
 PhaseTerms = Mapping[str, Mapping[str, float]]
 Question = tuple[str, StepBatch]
+Ratios = tuple[tuple[int, float], ...]
+Room = tuple[str, float, Ratios, float]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,7 +68,8 @@ class FleetMemory(DeviceMemory):
 class FleetOutlook:
     """The Outlook of a job on GPUs: a value. `inventory` are all nodes that slots may be of, there or not.
 
-    `beliefs` are by device. `recent_tokens` are (step, mean tokens of a prompt with its response, of the longest) of the last
+    `beliefs` are by device. `recent_fullest` are (samples of a micro-batch, tokens of the fullest over those of an average one) of
+    each of the last steps. `recent_tokens` are (step, mean tokens of a prompt with its response, of the longest) of the last
     steps. `batch` is the last step's, kept while the mean length stays within HELD_SHARE of it.
     `carried` is plan -> the longest mean that it ran with. `missed_share` is by how much a measured peak was above its
     prediction at most. What follows from the rest is remembered.
@@ -78,13 +81,12 @@ class FleetOutlook:
     beliefs: Mapping[str, Calibration] = field(default_factory=dict[str, Calibration])
     batch: StepBatch | None = None
     recent_tokens: tuple[tuple[int, int, int], ...] = ()
+    recent_fullest: tuple[Ratios, ...] = ()
     missed_share: float = 0.0
     learns: bool = True
     carried: Mapping[str, int] = field(default_factory=dict[str, int])
     known: dict[Question, PhaseTerms] = field(default_factory=dict["Question", "PhaseTerms"], repr=False, compare=False)
-    rooms: dict[tuple[str, float, float], int] = field(
-        default_factory=dict[tuple[str, float, float], int], repr=False, compare=False
-    )
+    rooms: dict[Room, int] = field(default_factory=dict["Room", int], repr=False, compare=False)
     grounds: dict[tuple[int, ...], Ground] = field(
         default_factory=dict[tuple[int, ...], Ground], repr=False, compare=False
     )
@@ -103,7 +105,14 @@ class FleetOutlook:
         recent = (*self.recent_tokens, (step.step, ceil(mean), step.batch.width_tokens))[-KEPT_STEPS:]
         held = self.batch is not None and abs(mean / mean_tokens(self.batch) - 1) <= HELD_SHARE
         carried = {**self.carried, plan_id: max(ceil(mean), self.carried.get(plan_id, 0))}
-        told = replace(self, batch=self.batch if held else step.batch, recent_tokens=recent, carried=carried)
+        full = (*self.recent_fullest, fullest_ratios_of(step.batch))[-RECENT_STEPS:]
+        told = replace(
+            self,
+            batch=self.batch if held else step.batch,
+            recent_tokens=recent,
+            recent_fullest=full,
+            carried=carried,
+        )
         if not self.learns:
             return told
         noise = max(noise_share, LEAST_NOISE_SHARE)
@@ -122,7 +131,7 @@ class FleetOutlook:
         peak = max(step.peak_bytes.values(), default=0)
         if not peak:
             return 0.0
-        problem = self.problem(step.batch, self.inventory, step.batch.width_tokens)
+        problem = self.problem(step.batch, self.inventory, step.batch.width_tokens, fullest_ratios_of(step.batch))
         found = fullest(problem, self.global_plan(plan_id))
         return peak / max(needed for needed, _ in found.values()) - 1
 
@@ -162,6 +171,12 @@ class FleetOutlook:
         reason = self.excess(plan_id, room + MEAN_MULTIPLE)
         return Misfit(within_steps=passing.in_steps, reason=f"with samples of more than {room} tokens {reason}")
 
+    def fits(self, plan: Plan, step: int) -> bool:
+        """Whether the plan holds the samples of this step as far as they are foreseen; it need not be known."""
+        known = self if plan.plan_id in self.plans else replace(self, plans={**self.plans, plan.plan_id: plan})
+        misfit = known.misfit(plan.plan_id, step)
+        return misfit is None or misfit.within_steps > 0
+
     def met_rows(self, step: int, width_tokens: int) -> FleetOutlook:
         """The same, knowing also that the longest sample of step `step` has so many tokens."""
         row = (step, ceil(mean_tokens(self.present_batch)), width_tokens)
@@ -180,14 +195,18 @@ class FleetOutlook:
         """The last step's; before any what is allowed at most."""
         return self.batch or largest_batch(self.config)
 
-    def problem(self, batch: StepBatch, fleet: Fleet, longest_tokens: int) -> Problem:
-        """The planner's problem on a fleet, when a prompt with its response has at most so many tokens."""
+    def problem(self, batch: StepBatch, fleet: Fleet, longest_tokens: int, fullest: Ratios | None = None) -> Problem:
+        """The planner's problem on a fleet, when a prompt with its response has at most so many tokens.
+
+        Micro-batches are at most as full as in the last steps, or as `fullest` says.
+        """
         terrain = Terrain(fleet=fleet, beliefs=self._all_beliefs(fleet), rates=self._rates(fleet))
         memory = FleetMemory(
             cache_bytes=float(self.config.rollout.kv_cache_bytes),
             margin_share=max(FleetMemory(cache_bytes=0.0).margin_share, self.missed_share),
         )
-        return Problem(job=job_of(self.config, batch, longest_tokens), terrain=terrain, memory=memory)
+        ratios = self.fullest_ratios() if fullest is None else fullest
+        return Problem(job=job_of(self.config, batch, longest_tokens, ratios), terrain=terrain, memory=memory)
 
     def _all_beliefs(self, fleet: Fleet) -> dict[str, Calibration]:
         names = sorted({device.name for device in fleet.device_of.values()})
@@ -269,12 +288,19 @@ class FleetOutlook:
         times = max((most / mean for _, mean, most in self.recent_tokens[-RECENT_STEPS:]), default=1.0)
         return ceil(RATIO_PARTS * times) / RATIO_PARTS
 
+    def fullest_ratios(self) -> Ratios:
+        """(samples of a micro-batch, tokens of the fullest over those of an average one) at most in the last steps, rounded up alike."""
+        most: dict[int, float] = {}
+        for size, ratio in (each for step in self.recent_fullest for each in step):
+            most[size] = max(ratio, most.get(size, 0.0))
+        return tuple((size, ceil(RATIO_PARTS * ratio) / RATIO_PARTS) for size, ratio in sorted(most.items()))
+
     def room_tokens(self, plan_id: str) -> int:
         """The largest mean of a prompt with its response at which every slot holds the plan, at most what is allowed.
 
         A multiple of MEAN_MULTIPLE; below 1 where nothing fits.
         """
-        key = (plan_id, self._spread_ratio(), self.missed_share)
+        key = (plan_id, self._spread_ratio(), self.fullest_ratios(), self.missed_share)
         if key not in self.rooms:
             if len(self.rooms) >= KEPT_ANSWERS:
                 self.rooms.clear()
@@ -349,7 +375,13 @@ def first_belief(device: str) -> Calibration:
     return start(prior_for(TERMS, device, kind="rl"))
 
 
-def job_of(config: Config, batch: StepBatch, longest_tokens: int) -> Job:
+def fullest_ratios_of(batch: StepBatch) -> Ratios:
+    """(samples of a micro-batch, tokens of the fullest one over those of an average one)."""
+    mean = mean_tokens(batch)
+    return tuple((size, tokens / (size * mean)) for size, tokens in batch.fullest_tokens)
+
+
+def job_of(config: Config, batch: StepBatch, longest_tokens: int, fullest: Ratios = ()) -> Job:
     """A step of the job with such a batch, in the planner's words."""
     return Job(
         actor=language_model(config.model),
@@ -361,6 +393,7 @@ def job_of(config: Config, batch: StepBatch, longest_tokens: int) -> Job:
         longest_tokens=longest_tokens,
         mini_batches=config.algorithm.mini_batches,
         epochs=config.algorithm.epochs,
+        fullest_ratios=fullest,
     )
 
 

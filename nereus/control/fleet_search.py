@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from math import ceil
 
-from nereus.control.fleet_outlook import ORDER, FleetOutlook, planned
+from nereus.control.fleet_outlook import ORDER, FleetMemory, FleetOutlook, planned
 from nereus.control.policies import with_dp
 from nereus.control.proposals import BAND_SHARE, Proposal
 from nereus.control.records import Band, Candidate, PriceEstimate, SearchRequest, Switches, candidate, plan_kind
@@ -34,6 +34,8 @@ PRICED_COUNT, MANY_SLOTS, FEW_PRICED_COUNT = 6, 128, 3
 """So many changes are estimated in one search; on more than MANY_SLOTS slots fewer."""
 ALTERNATIVES_COUNT = 3
 """So many are answered even if none can be better than the first: memory or a failed change may bar that one."""
+MARGINS_MORE = (0.0, 0.03, 0.08, 0.16, 0.32)
+"""So much more margin the planner's search gets, one after the other, while all that it finds does not fit by what is foreseen."""
 FLEET_SPACE = Space(recomputes=("none",), shardings=("optimizer",), pools=False)
 """What a Plan can say: all stages share the slots, nothing is recomputed or fully sharded."""
 
@@ -67,12 +69,22 @@ class _FleetSearch:
         self.ratios = dict(self.request.ratios)
         outlook = self.outlook
         longest = outlook.longest_tokens(ceil(ROOM_RATIO * outlook.mean_tokens))
-        self.problem: Problem = outlook.problem(outlook.present_batch, self.fleet, longest)
+        room = tuple((size, ROOM_RATIO * ratio) for size, ratio in outlook.fullest_ratios())
+        self.problem: Problem = outlook.problem(outlook.present_batch, self.fleet, longest, room)
         self.switches = Switches(allow=self.request.allow, deny=self.request.deny)
         self.broken = not _slots(self.request.present).isdisjoint(self.request.empty_slots)
 
     def plans(self) -> None:
-        """Meets every plan that is worth judging."""
+        """Meets every plan that is worth judging, with more margin where none of them would fit the next step."""
+        memory = self.problem.memory
+        assert isinstance(memory, FleetMemory)
+        for more in MARGINS_MORE:
+            self.problem = replace(self.problem, memory=replace(memory, margin_share=memory.margin_share + more))
+            if not self._met_plans() or self.met:
+                return
+
+    def _met_plans(self) -> bool:
+        """Meets what the search finds; whether it found any plan."""
         self.near_miss = ""
         present, whole = self.request.present, self.problem.terrain.ordered()
         known = [plan for plan in self._asked() if _slots(plan) <= set(whole)]
@@ -94,6 +106,7 @@ class _FleetSearch:
                 self._meet(plan)
         elif found.near_misses and found.near_misses[0].misfits:
             self.near_miss = found.near_misses[0].misfits[0].reason
+        return bool(found.candidates)
 
     def _asked(self) -> Iterator[Plan]:
         present = self.request.present
@@ -120,7 +133,9 @@ class _FleetSearch:
         whole = self.problem.terrain.ordered()
         judged = evaluate(self.problem, planned(self.outlook.config, plan, whole))
         self.evaluated_count += 1
-        if judged.fits:
+        if judged.fits and not self.outlook.fits(plan, self.request.step):
+            self.near_miss = self.near_miss or "the longest samples that are foreseen do not fit"
+        elif judged.fits:
             ratio = self.ratios.get(plan_kind(plan), 1.0)
             self.met[plan.plan_id] = (ratio * judged.step.mean_seconds, plan)
         elif not self.near_miss:

@@ -21,11 +21,16 @@ class Estimate:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PriceEstimate:
-    """What a transition costs the job: of its graph, with the standard deviation and what no schedule goes below."""
+    """What a transition costs the job: of its graph, with the standard deviation and what no schedule goes below.
+
+    `commit_seconds` of it are expected until the commit, after which slots that the new plan does not use may leave;
+    0 where that is not told: all of it.
+    """
 
     mean_seconds: float
     deviation_seconds: float
     bound_seconds: float
+    commit_seconds: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,8 +13,8 @@ from nereus.control.policies import DpScaling, Situation
 from nereus.control.records import StepMeasured
 from nereus.events import StepFinished
 from nereus.layout import Plan
+from nereus.planning.space import MICRO_BATCHES
 
-MICRO_BATCHES = (1, 2, 4, 8, 16)
 TRAINED = ("actor_train", "critic_train", "reference_infer")
 ROOM_RATIO = 1.15
 """A choice has room for samples so many times as long as now."""

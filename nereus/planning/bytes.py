@@ -94,9 +94,8 @@ class MemoryModel(Protocol):
 
 
 def rank_tokens(job: Job, choice: StageChoice) -> int:
-    """Tokens of a sample slot in the micro-batch that memory must hold: packed ones, or the longest sample alone."""
-    packed = max(choice.micro_batch * job.sample_tokens, job.longest_tokens)
-    return ceil(packed / choice.micro_batch)
+    """Tokens of a sample slot in the micro-batch that memory must hold: the fullest, or the longest sample alone."""
+    return ceil(job.fullest_tokens(choice.micro_batch) / choice.micro_batch)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

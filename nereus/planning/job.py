@@ -70,7 +70,8 @@ class Job:
     """One RL step: `samples` responses to prompts of `prompt_tokens`, trained in `mini_batches` x `epochs`.
 
     PPO has a critic, GRPO none; a reward that is a rule has no model. `lengths` are of responses, `longest_tokens` is
-    the cap of a prompt and its response together: memory must hold that whatever the mean is.
+    the cap of a prompt and its response together: memory must hold that whatever the mean is. `fullest_ratios` are (samples of
+    a micro-batch, tokens of the fullest one over those of an average one); without them micro-batches are packed to the average.
     """
 
     actor: PlannedModel
@@ -84,11 +85,17 @@ class Job:
     mini_batches: int = 4
     epochs: int = 1
     on_policy: bool = True
+    fullest_ratios: tuple[tuple[int, float], ...] = ()
 
     @property
     def sample_tokens(self) -> float:
         """Mean tokens of a prompt and its response."""
         return self.prompt_tokens + self.lengths.mean_tokens
+
+    def fullest_tokens(self, micro_batch: int) -> float:
+        """Tokens of the fullest micro-batch of so many samples: by the ratio of the next smaller size that is told."""
+        ratio = max((told for told in self.fullest_ratios if told[0] <= micro_batch), default=(1, 1.0))[1]
+        return max(ratio * micro_batch * self.sample_tokens, self.longest_tokens)
 
     def model(self, stage: str) -> PlannedModel:
         """The model of a model-stage. KeyError names a stage that the job does not have."""

@@ -41,6 +41,7 @@ APART: tuple[tuple[tuple[str, ...], ...], ...] = (
     (("actor_generate",), ("critic_train", "reward_infer")),
 )
 """Divisions of the model-stages: those of each group stand on a pool of their own, all others share one."""
+MICRO_BATCHES = (1, 2, 4, 8, 16)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,7 +54,7 @@ class Space:
 
     recomputes: tuple[Recompute, ...] = ("none", "full")
     shardings: tuple[Sharding, ...] = ("optimizer", "full")
-    micro_batches: tuple[int, ...] = (1, 2, 4, 8, 16)
+    micro_batches: tuple[int, ...] = MICRO_BATCHES
     most_packed_tokens: int = 32_768
     exact_slots: int = 8
     pools: bool = True

@@ -73,8 +73,8 @@ class ChangeBroken(Exception):  # an outcome too: `nereus.runtime.recovery` brin
 class Transaction:
     """One change of plan. `start`, then `early` at a boundary of the running step if there is one, then `finish`."""
 
-    def __init__(self, job: Job, plan: Plan, record: ChangeRecord, journal: Journal) -> None:
-        self.job, self.plan, self.record, self.journal = job, plan, record, journal
+    def __init__(self, job: Job, plan: Plan, record: ChangeRecord, journal: Journal, *, urgent: bool = False) -> None:
+        self.job, self.plan, self.record, self.journal, self.urgent = job, plan, record, journal, urgent
         self.execution: Execution | None = None
         self._planning: Future[Planned] | None = None
         self._before: dict[int, dict[Shard, int]] = defaultdict(dict)
@@ -89,7 +89,7 @@ class Transaction:
         """Plans and proves the change beside whatever runs next."""
         room = self.job.pool.call_all("room")
         worker = ThreadPoolExecutor(1, thread_name_prefix="plan")
-        self._planning = worker.submit(partial(_timed_plan, self.job, self.plan, room, self.record))
+        self._planning = worker.submit(partial(_timed_plan, self, room))
         worker.shutdown(wait=False)
 
     @property
@@ -277,12 +277,12 @@ class Transaction:
         raise ChangeUndone(reason)
 
 
-def _timed_plan(job: Job, plan: Plan, room: Mapping[int, SlotRoom], record: ChangeRecord) -> Planned:
+def _timed_plan(change: Transaction, room: Mapping[int, SlotRoom]) -> Planned:
     started = time.monotonic()
     try:
-        return plan_change(job, plan, room)
+        return plan_change(change.job, change.plan, room, urgent=change.urgent)
     finally:
-        record.outside_seconds["plan"] = time.monotonic() - started
+        change.record.outside_seconds["plan"] = time.monotonic() - started
 
 
 def _failed(answer: Performed | NereusError) -> bool:
@@ -322,9 +322,9 @@ def compare(before: Digests, after: Digests) -> None:
                 )
 
 
-def change_plan(job: Job, plan: Plan, record: ChangeRecord, journal: Journal) -> None:
+def change_plan(job: Job, plan: Plan, record: ChangeRecord, journal: Journal, *, urgent: bool = False) -> None:
     """A whole change in one pause. ChangeUndone when it was rolled back, ChangeBroken when the job needs recovery."""
-    transaction = Transaction(job, plan, record, journal)
+    transaction = Transaction(job, plan, record, journal, urgent=urgent)
     transaction.start()
     transaction.finish()
 

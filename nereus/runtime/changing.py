@@ -44,7 +44,7 @@ class Changing:
         self.journal.append("transition_started", reason=command.reason, plan=plan_record(command.plan), **self.facts)
         self.display.note(f"change t{self.count} before step {command.step}: {command.reason}")
         record = ChangeRecord(transition=f"t{self.count}", step=command.step)
-        self.transaction = Transaction(self.job, command.plan, record, self.journal)
+        self.transaction = Transaction(self.job, command.plan, record, self.journal, urgent=command.urgent)
         self.transaction.start()
 
     def between(self, record: StepRecord) -> None:

@@ -28,6 +28,7 @@ class DrivenJob:
         self.job = Job(config=config, pool=pool, plan=first_plan(config))
         self.journal = Journal(folder.events)
         self.steps = 0
+        self.urgent = False  # whether changes commit as early as they can
 
     @cached_property
     def phases(self) -> Phases:
@@ -44,5 +45,6 @@ class DrivenJob:
     def change(self, **stages: StageConfig) -> ChangeRecord:
         """A live change of the named stages, ranks placed as a run would place them."""
         record = ChangeRecord(transition=f"t{self.job.state_version + 1}", step=self.steps + 1)
-        change_plan(self.job, placed_change(self.config, self.job.plan, PlanChange(**stages)), record, self.journal)
+        plan = placed_change(self.config, self.job.plan, PlanChange(**stages))
+        change_plan(self.job, plan, record, self.journal, urgent=self.urgent)
         return record

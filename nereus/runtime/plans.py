@@ -100,7 +100,7 @@ class Planned:
         job.shells = [key for key in (*job.shells, *cached.values()) if key not in evicted]
 
 
-def plan_change(job: Job, plan: Plan, room: Mapping[int, SlotRoom]) -> Planned:
+def plan_change(job: Job, plan: Plan, room: Mapping[int, SlotRoom], *, urgent: bool = False) -> Planned:
     """Plans and proves the change to `plan`. Infeasible, TransferFailed or InvalidGraph when it cannot be done."""
     bucket_bytes = job.config.transfer.bucket_bytes
     transition = build(job.specs, job.plan, plan, bucket_bytes)
@@ -120,6 +120,7 @@ def plan_change(job: Job, plan: Plan, room: Mapping[int, SlotRoom]) -> Planned:
         staging_bytes=bucket_bytes,
         kv_cache_bytes=job.config.rollout.kv_cache_bytes,
         modes=job.modes,
+        urgent=urgent,
     )
     graph, on_disk = planned_graph(job.specs, transition, room, settings, Durations(fleet=fleet, tolls=job.tolls))
     check(graph)

@@ -477,6 +477,9 @@ class RealWorld:
 
     def _recover(self, command: Recover) -> None:
         started = time.monotonic()
+        if command.saved:
+            self.display.phase("saving a checkpoint")
+            self.checkpoints.at_end(self._step)
         if self.losses.standing is None:  # nothing was lost: slots leave or join, from a state that stands
             self.losses.standing = Standing(plan=self.job.plan, committed=False, whole=True, snapshots={})
             for slot in self.pool.admit() if not command.lost_slots else ():

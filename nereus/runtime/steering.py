@@ -17,7 +17,7 @@ are dense, because a world of torch.distributed has ranks from 0 on: after a los
   controller's command    world's
   ChangePlan              the same; Recover while slots are lost, which needs a plan for those that are left
   Search                  Seek
-  Restart                 Relaunch
+  Restart                 Relaunch; Recover from a saved state where the policy changes plans live
   Record                  a line of the journal
   (none, waiting for slots that leave)   Suspend
 """
@@ -302,8 +302,10 @@ class Steering:
                 return self._step_or_fleet(command)
             case Finish():
                 return (command,)
-            case Restart():
+            case Restart() if self._controller.policy.by_restart or self.lost_slots is not None:
                 return (self._relaunch(command.plan),)
+            case Restart():
+                return (self._saved_first(command.plan),)
             case Record():
                 raise InvalidEvent("a decision is no order")
 
@@ -315,6 +317,13 @@ class Steering:
         self.wanted, self.lost_slots = plan, tuple(sorted({*(self.lost_slots or ()), *away}))
         ids = (*self._left(), *self.joining_slots)
         return Relaunch(slots=len(ids), plan=self._dense(plan, ids), torn=torn)
+
+    def _saved_first(self, plan: Plan) -> Recover:
+        """In the same processes, without the slots that leave, whose part of the state is saved before they do."""
+        gone = frozenset(self.leaving_slots)
+        self.wanted = plan
+        self.lost_slots = tuple(slot for slot, stable in enumerate(self.ids) if stable in gone)
+        return replace(self._recover(plan), saved=True)
 
     def _seek(self, search: Search) -> Seek:
         policy = self._controller.policy

@@ -40,6 +40,23 @@ PLACINGS: tuple[Placing, ...] = get_args(Placing)
 STANDBY = ("allocate", "build_groups", "build_engine")
 ENGINE_COPIES = 1
 STAGING_BYTES = 512 << 20
+Key = tuple[str, str, Fleet, frozenset[int], bool]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Asked:
+    """Which change: on the slots of `fleet`, of which `holders` have their state; `urgent` as Change has it."""
+
+    before: Plan
+    after: Plan
+    fleet: Fleet
+    holders: frozenset[int]
+    urgent: bool = False
+
+    @property
+    def key(self) -> Key:
+        """Its name: plans are compared by theirs."""
+        return (self.before.plan_id, self.after.plan_id, self.fleet, self.holders, self.urgent)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -66,6 +83,7 @@ def change_between(
     *,
     holders: frozenset[int] | None = None,
     placing: Placing = "measured",
+    urgent: bool = False,
 ) -> SimChange:
     """The change on the slots of `fleet`, of which `holders` (all) have their state. Infeasible where no mode fits."""
     living = set(fleet.slots) if holders is None else set(holders)
@@ -81,7 +99,7 @@ def change_between(
         change = change_of(report, mode="beside", reserve_bytes=0, engine_seconds=0.0)
         moved = int(report.routes.row_bytes.sum())
     change = _completed(config, change, before, after, changed, fleet, engine_seconds, living, restart=restart)
-    change = _placed(change, placing)
+    change = replace(_placed(change, placing), urgent=urgent)
     try:
         graph = assemble(change, durations)
     except Infeasible:
@@ -98,8 +116,9 @@ def estimated_seconds(
     engine_seconds: Mapping[str, float],
     holders: frozenset[int],
     placing: Placing,
-) -> tuple[float, bool]:
-    """What the busiest slot's thread does in a change, and whether all its state is on some slot; without routes or graph.
+) -> tuple[float, float, bool]:
+    """What the busiest slot's thread does in a change, before generation's engines are built too, and whether all its state is
+    on some slot; without routes or graph.
 
     Building groups and engines is nearly all that a change on hundreds of slots takes, so this is within a few percent of the
     graph's price (tests/sim/test_placing.py), a hundred times faster. Whether there is room is not looked at.
@@ -108,14 +127,17 @@ def estimated_seconds(
     changed, restart = _cut_anew(before, after, living)
     torn = [name for name in changed if not living.issuperset(getattr(before, name).slots)]
     if _missing({name: _held(config.model, getattr(before, name), living) for name in torn}):
-        return 0.0, False
+        return 0.0, 0.0, False
     ahead = placing == "standby"
     device = fleet.device_of[fleet.slots[0]]
     rate = tolls.rate_share * min(device.link_bytes_per_second, device.nic_bytes_per_second)
     verified = tolls.digest_share * tolls.rate_share * device.memory_bytes_per_second
     busy: dict[int, float] = defaultdict(float)
+    moved = 0.0  # generation comes last
     for name in (*changed, *(("actor_generate",) if restart else ())):
         old, new = getattr(before, name), getattr(after, name)
+        if name == "actor_generate":
+            moved = max(busy.values(), default=0.0)
         groups = 1 if name == "actor_generate" else groups_of(new)
         built = 0.0 if ahead else engine_seconds[new.stage] + tolls.group_seconds * groups
         held = {} if name == "actor_generate" else _slot_bytes(config.model, new)
@@ -123,7 +145,9 @@ def estimated_seconds(
             busy[slot] += tolls.quiesce_seconds + tolls.destroy_group_seconds
         for slot in new.slots:
             busy[slot] += built + tolls.activate_seconds + held.get(slot, 0) * (1 / rate + 1 / verified)
-    return max(busy.values(), default=0.0) + (tolls.commit_seconds if busy else 0.0), True
+    whole = max(busy.values(), default=0.0)
+    commit = tolls.commit_seconds if busy else 0.0
+    return whole + commit, (moved if restart else whole) + commit, True
 
 
 def _cut_anew(before: Plan, after: Plan, living: set[int]) -> tuple[list[str], bool]:

@@ -10,9 +10,7 @@ from nereus.config import Config
 from nereus.control.records import Search, SearchDone
 from nereus.costs.shape import shape_of
 from nereus.events import ChangePlan
-from nereus.fleet import Fleet
-from nereus.layout import Plan
-from nereus.sim.changes import SimChange
+from nereus.sim.changes import Asked, SimChange
 from nereus.sim.transit import Transit
 
 
@@ -87,12 +85,12 @@ class Delays:
 class ChangeUnderWay:
     """A change of plan under way: the command, what the journal says of it, graph and Transit, slots lost meanwhile.
 
-    `asked` is what the graph was asked for: from which plan to which, on which fleet, with which holders of state.
+    `asked` is what the graph was asked for.
     """
 
     command: ChangePlan
     facts: dict[str, Any]
-    asked: tuple[Plan, Plan, Fleet, frozenset[int]] | None = None
+    asked: Asked | None = None
     planned: SimChange | None = None
     transit: Transit | None = None
     refused: str = ""

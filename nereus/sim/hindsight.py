@@ -13,7 +13,7 @@ from math import inf
 from typing import Any
 
 from nereus.config import Config
-from nereus.control.fleet_outlook import FleetOutlook
+from nereus.control.fleet_outlook import FleetOutlook, fullest_ratios_of
 from nereus.control.fleet_search import FLEET_SPACE, seated
 from nereus.control.records import plan_slots
 from nereus.control.written import plan_of
@@ -180,7 +180,7 @@ class Hindsight:
         outlook = FleetOutlook(config=self.config, inventory=inventory_of(tuple(self.moments)), plans={})
         for step in self._bands():
             batch = batch_of(self.workload.batch(step))
-            problem = outlook.problem(batch, fleet, batch.width_tokens)
+            problem = outlook.problem(batch, fleet, batch.width_tokens, fullest_ratios_of(batch))
             budget = Budget(nodes=SEARCH_NODES)
             for each in search(problem, space=FLEET_SPACE, top_count=PLANNED_COUNT, budget=budget).candidates:
                 yield stated(self.config, each.plan, fleet)
@@ -206,7 +206,7 @@ def best_layout(config: Config, moments: Sequence[Moment], workload: SimWorkload
     batch = batch_of(workload.batch(1))
     longest = largest_row_tokens(config.data)
     found = search(
-        outlook.problem(batch, fleet, longest),
+        outlook.problem(batch, fleet, longest, fullest_ratios_of(batch)),
         space=FLEET_SPACE,
         top_count=STARTS_COUNT,
         budget=Budget(nodes=SEARCH_NODES),

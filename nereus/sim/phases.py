@@ -13,6 +13,7 @@ from nereus.control.records import plan_slots
 from nereus.costs.shape import Shape, shape_of
 from nereus.fleet import Fleet
 from nereus.layout import Plan, StagePlan
+from nereus.planning.space import MICRO_BATCHES
 from nereus.sim.changes import sync_seconds
 from nereus.sim.decoding import GenerationTimes
 from nereus.sim.memory import PeakBytes, TrueMemory
@@ -118,7 +119,11 @@ def observed(
 
 
 def batch_of(samples: StepSamples) -> StepBatch:
-    """The lengths of a step as a controller learns them; the width is the longest prompt with its response."""
+    """The lengths of a step as a controller learns them; the width is the longest prompt with its response.
+
+    The fullest micro-batches are those of any run of samples in their order, wherever replicas begin.
+    """
+    before = np.concatenate(([0], np.cumsum(samples.prompt_tokens + samples.response_tokens)))
     ordered = np.sort(samples.response_tokens)
     picks = ((np.arange(QUANTILES) + 0.5) / QUANTILES * len(ordered)).astype(np.int64)
     return StepBatch(
@@ -126,4 +131,7 @@ def batch_of(samples: StepSamples) -> StepBatch:
         width_tokens=int((samples.prompt_tokens + samples.response_tokens).max()),
         prompt_tokens=float(samples.prompt_tokens.mean()),
         response_tokens=tuple(float(tokens) for tokens in ordered[picks]),
+        fullest_tokens=tuple(
+            (size, int((before[size:] - before[:-size]).max())) for size in MICRO_BATCHES if size <= len(ordered)
+        ),
     )

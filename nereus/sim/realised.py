@@ -17,7 +17,7 @@ from nereus.config import Config
 from nereus.costs.shape import shape_of
 from nereus.fleet import Fleet
 from nereus.layout import Plan, StagePlan
-from nereus.sim.changes import DEVICE_ENGINE_SECONDS, sync_seconds
+from nereus.sim.changes import DEVICE_ENGINE_SECONDS, Asked, sync_seconds
 from nereus.sim.decoding import GenerationTimes
 from nereus.sim.edges import Delays
 from nereus.sim.memory import TrueMemory
@@ -235,12 +235,12 @@ class RealisedPrices:
         before, after = self.plans[edge.before], self.plans[edge.after]
         holders = frozenset(fleet.slots) - (_slots(before) - edge.holders)
         try:
-            found = self._changes.between(before, after, fleet, holders)
+            found = self._changes.between(Asked(before=before, after=after, fleet=fleet, holders=holders))
         except (Infeasible, InvalidGraph):
             return inf
         if found.missing:
             engines = self.engine_seconds["train"] + self.engine_seconds["generate"]
-            return self.delays.restart(self.config, len(fleet.nodes), engines, 1.0)
+            return self.delays.restart(self.config, len(fleet.nodes), engines, 1.0, processes=False)
         if found.graph is None:
             return 0.0
         env = simpy.Environment()

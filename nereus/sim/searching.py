@@ -20,13 +20,15 @@ from nereus.layout import Plan
 from nereus.planning.space import Space
 from nereus.sim.changes import (
     DEVICE_ENGINE_SECONDS,
+    Asked,
+    Key,
     Placing,
     SimChange,
     change_between,
     estimated_seconds,
     restarts_generation,
 )
-from nereus.sim.edges import Log
+from nereus.sim.edges import Delays, Log
 from nereus.transition import same_cut
 from nereus.transitions.durations import Durations, Tolls
 from nereus.transitions.holders import InvalidGraph
@@ -42,9 +44,6 @@ GRAPHLESS_SHARE = 0.1
 KEPT_GRAPHS = 4
 """A graph of a thousand slots is some ten megabytes."""
 NOTHING = PriceEstimate(mean_seconds=0.0, deviation_seconds=0.0, bound_seconds=0.0)
-RESTORE = PriceEstimate(mean_seconds=150.0, deviation_seconds=75.0, bound_seconds=0.0)
-"""What starting again from the last checkpoint is expected to take, and how unsure that is; no graph prices it."""
-Key = tuple[str, str, Fleet, frozenset[int]]
 
 
 @dataclass(kw_only=True)
@@ -55,29 +54,29 @@ class Changes:
     tolls: Tolls = field(default_factory=Tolls)
     engine_seconds: Mapping[str, float] = field(default_factory=lambda: DEVICE_ENGINE_SECONDS)
     placing: Placing = "measured"
+    delays: Delays = field(default_factory=Delays)
     factor: Factor = field(default_factory=lambda: Factor(variance_ratio=FIRST_DEVIATION**2))
     _made: OrderedDict[Key, SimChange | Infeasible] = field(
         default_factory=OrderedDict["Key", "SimChange | Infeasible"]
     )
     _prices: dict[Key, PriceEstimate | None] = field(default_factory=dict["Key", "PriceEstimate | None"])
 
-    def between(self, before: Plan, after: Plan, fleet: Fleet, holders: frozenset[int]) -> SimChange:
-        """The change on the slots of `fleet`, of which `holders` have their state. Infeasible where no mode fits."""
-        key = (before.plan_id, after.plan_id, fleet, holders)
+    def between(self, asked: Asked) -> SimChange:
+        """The change with its graph. Infeasible where no mode fits."""
+        key = asked.key
         if key not in self._made:
             try:
-                durations = Durations(fleet=fleet, tolls=self.tolls)
-                made = change_between(
+                self._made[key] = change_between(
                     self.config,
-                    before,
-                    after,
-                    fleet,
-                    durations,
+                    asked.before,
+                    asked.after,
+                    asked.fleet,
+                    Durations(fleet=asked.fleet, tolls=self.tolls),
                     self.engine_seconds,
-                    holders=holders,
+                    holders=asked.holders,
                     placing=self.placing,
+                    urgent=asked.urgent,
                 )
-                self._made[key] = made
             except Infeasible as error:
                 self._made[key] = error
             while len(self._made) > KEPT_GRAPHS:
@@ -87,76 +86,98 @@ class Changes:
             raise found
         return found
 
-    def price(self, before: Plan, after: Plan, fleet: Fleet, holders: frozenset[int]) -> PriceEstimate | None:
+    def price(self, asked: Asked) -> PriceEstimate | None:
         """What the controller expects of a change, by what the last ones took; None where no order fits in memory."""
-        key = (before.plan_id, after.plan_id, fleet, holders)
+        key = asked.key
         if key not in self._prices:
-            self._prices[key] = self._priced(before, after, fleet, holders)
+            self._prices[key] = self._priced(asked)
         return self._corrected(self._prices[key])
 
-    def estimate(self, before: Plan, after: Plan, fleet: Fleet, holders: frozenset[int]) -> PriceEstimate | None:
+    def estimate(self, asked: Asked) -> PriceEstimate | None:
         """The price if it is known, else what is expected without a graph, and more: only a graph says whether there is room."""
-        key = (before.plan_id, after.plan_id, fleet, holders)
+        key = asked.key
         if key in self._prices:
             return self._corrected(self._prices[key])
-        found = self.estimated(before, after, fleet, holders)
+        found = self.estimated(asked)
         if found.bound_seconds:
-            found = replace(found, mean_seconds=(1 + GRAPHLESS_SHARE) * found.mean_seconds)
+            more = 1 + GRAPHLESS_SHARE
+            found = replace(found, mean_seconds=more * found.mean_seconds, commit_seconds=more * found.commit_seconds)
         return self._corrected(found)
 
     def _corrected(self, raw: PriceEstimate | None) -> PriceEstimate | None:
         """By what the last changes took beside their prices."""
         if raw is None or not raw.bound_seconds:
             return raw
-        mean = self.factor.ratio * raw.mean_seconds
-        deviation = hypot(self.factor.ratio * raw.deviation_seconds, self.factor.deviation_share * mean)
-        return PriceEstimate(mean_seconds=mean, deviation_seconds=deviation, bound_seconds=raw.bound_seconds)
+        ratio = self.factor.ratio
+        mean = ratio * raw.mean_seconds
+        deviation = hypot(ratio * raw.deviation_seconds, self.factor.deviation_share * mean)
+        return replace(raw, mean_seconds=mean, deviation_seconds=deviation, commit_seconds=ratio * raw.commit_seconds)
 
-    def measured(self, before: Plan, after: Plan, fleet: Fleet, holders: frozenset[int], seconds: float) -> None:
+    def measured(self, asked: Asked, seconds: float) -> None:
         """Learns from what a change that had a price took, pause and interleaved."""
-        raw = self._prices.get((before.plan_id, after.plan_id, fleet, holders))
+        raw = self._prices.get(asked.key)
         if raw is not None and raw.bound_seconds and seconds > 0:
             self.factor = self.factor.observe(raw.mean_seconds, seconds)
 
-    def _priced(self, before: Plan, after: Plan, fleet: Fleet, holders: frozenset[int]) -> PriceEstimate | None:
-        if len(fleet.slots) > MANY_SLOTS:
-            return self.estimated(before, after, fleet, holders)
+    def _priced(self, asked: Asked) -> PriceEstimate | None:
+        if len(asked.fleet.slots) > MANY_SLOTS:
+            return self.estimated(asked)
         try:
-            found = self.between(before, after, fleet, holders)
+            found = self.between(asked)
         except (Infeasible, InvalidGraph):
             return None
         if found.missing:
-            return RESTORE
+            return self.restored(asked.fleet)
         if found.graph is None:
             return NOTHING
-        cost = price(found.graph, Durations(fleet=fleet, tolls=self.tolls))
+        cost = price(found.graph, Durations(fleet=asked.fleet, tolls=self.tolls))
         return PriceEstimate(
             mean_seconds=cost.seconds,
             deviation_seconds=cost.deviation_seconds,
             bound_seconds=min(cost.bound_seconds, cost.seconds),
+            commit_seconds=cost.commit_seconds,
         )
 
-    def estimated(self, before: Plan, after: Plan, fleet: Fleet, holders: frozenset[int]) -> PriceEstimate:
+    def estimated(self, asked: Asked) -> PriceEstimate:
         """A price without a graph, which takes seconds on so many slots and is made for what is carried out alone."""
-        durations = Durations(fleet=fleet, tolls=self.tolls)
-        seconds, whole = estimated_seconds(
-            self.config, before, after, fleet, durations, self.engine_seconds, holders, self.placing
+        durations = Durations(fleet=asked.fleet, tolls=self.tolls)
+        before, after, holders = asked.before, asked.after, asked.holders
+        seconds, moved, whole = estimated_seconds(
+            self.config, before, after, asked.fleet, durations, self.engine_seconds, holders, self.placing
         )
         if not whole:
-            return RESTORE
+            return self.restored(asked.fleet)
         if not seconds:
             return NOTHING
-        deviation = self.tolls.deviation_share["build_engine"] * seconds
-        return PriceEstimate(mean_seconds=seconds, deviation_seconds=deviation, bound_seconds=seconds)
+        return PriceEstimate(
+            mean_seconds=seconds,
+            deviation_seconds=self.tolls.deviation_share["build_engine"] * seconds,
+            bound_seconds=seconds,
+            commit_seconds=moved if asked.urgent else seconds,
+        )
 
     def bound(self, before: Plan, after: Plan) -> float:
         """Below every price: what a slot's engines take that are built one after the other, whatever bytes move."""
         built = built_seconds(before, after, self.engine_seconds)
         if not built:
             return 0.0
-        return min(
-            self.factor.ratio * (built + self.tolls.commit_seconds + self.tolls.activate_seconds), RESTORE.mean_seconds
-        )
+        live = self.factor.ratio * (built + self.tolls.commit_seconds + self.tolls.activate_seconds)
+        return min(live, self._engines_seconds)
+
+    @property
+    def _engines_seconds(self) -> float:
+        """To build the engines of a job that is read from storage."""
+        return self.engine_seconds["train"] + self.engine_seconds["generate"]
+
+    def restored(self, fleet: Fleet, *, saved: bool = False, processes: bool = False) -> PriceEstimate:
+        """What going on from storage is expected to take, and how unsure that is; no graph prices it.
+
+        In the same processes or in new ones, from the last checkpoint or from the state as it is, `saved` first.
+        """
+        nodes = len(fleet.nodes)
+        mean = self.delays.restart(self.config, nodes, self._engines_seconds, 1.0, processes=processes)
+        mean += self.delays.stored(self.config, nodes) * saved
+        return PriceEstimate(mean_seconds=mean, deviation_seconds=mean / 2, bound_seconds=0.0)
 
 
 def built_seconds(before: Plan, after: Plan, engine_seconds: Mapping[str, float]) -> float:
@@ -175,7 +196,8 @@ def built_seconds(before: Plan, after: Plan, engine_seconds: Mapping[str, float]
 class FleetSearcher:
     """Answers searches in place; `outlook` is asked for what the controller believes at that moment.
 
-    `free` has every change cost nothing: the controller without a price. With `by_restart` each costs a `restart_price`.
+    `free` has every change cost nothing: the controller without a price. With `by_restart` each is a restart, or with
+    `through_storage` state in storage and processes that stay.
     """
 
     changes: Changes
@@ -185,7 +207,7 @@ class FleetSearcher:
     space: Space = FLEET_SPACE
     free: bool = False
     by_restart: bool = False
-    restart_price: PriceEstimate = RESTORE
+    through_storage: bool = False
 
     def __call__(self, search: Search, at_seconds: float) -> SearchDone:
         """The answer."""
@@ -209,20 +231,19 @@ class FleetSearcher:
 
     def _pricer(self, request: SearchRequest) -> Pricer:
         if self.free or self.by_restart:
-            constant = NOTHING if self.free else self.restart_price
+            by = self.changes.restored(self.fleet(), saved=True, processes=not self.through_storage)
+            constant = NOTHING if self.free else by
             return Pricer(price=lambda _: constant, estimate=lambda _: constant, bound=lambda _: constant.mean_seconds)
         fleet, before = self.fleet(), request.present
         holders = frozenset(fleet.slots) - frozenset(request.empty_slots)
+        urgent = not (plan_slots(before) & holders) <= set(request.slots)
+
+        def asked(after: Plan) -> Asked:
+            return Asked(before=before, after=after, fleet=fleet, holders=holders, urgent=urgent)
+
+        there = frozenset(fleet.slots)
         return Pricer(
-            price=lambda after: self._price(before, after, fleet, holders),
-            estimate=lambda after: self._price(before, after, fleet, holders, graph=False),
+            price=lambda after: self.changes.price(asked(after)) if plan_slots(after) <= there else None,
+            estimate=lambda after: self.changes.estimate(asked(after)) if plan_slots(after) <= there else None,
             bound=lambda after: self.changes.bound(before, after),
         )
-
-    def _price(
-        self, before: Plan, after: Plan, fleet: Fleet, holders: frozenset[int], *, graph: bool = True
-    ) -> PriceEstimate | None:
-        if not plan_slots(after) <= set(fleet.slots):
-            return None
-        asked = self.changes.price if graph else self.changes.estimate
-        return asked(before, after, fleet, holders)

@@ -40,7 +40,7 @@ from nereus.events import (
 )
 from nereus.fleet import Fleet
 from nereus.layout import Plan
-from nereus.sim.changes import DEVICE_ENGINE_SECONDS, Placing
+from nereus.sim.changes import DEVICE_ENGINE_SECONDS, Asked, Placing
 from nereus.sim.edges import ChangeUnderWay, Delays, Log, Metrics, Searcher, Shown, state_bytes
 from nereus.sim.memory import PeakBytes
 from nereus.sim.network import Network
@@ -73,7 +73,7 @@ class SimulatedWorld:
     metrics: Metrics
     display: Shown
     renumbered: bool = False
-    through_storage: bool = False  # a Restart of a state that lives keeps the processes
+    keeps_processes: bool = True  # what lives is not started anew for a state from storage
     searcher: Searcher | None = None
     delays: Delays = field(default_factory=Delays)
     tolls: Tolls = field(default_factory=Tolls)
@@ -265,8 +265,11 @@ class SimulatedWorld:
             if away := plan_slots(target) - set(self.fleet.slots):
                 change.refused = f"slot {min(away)} of the new plan is not there"
                 return
-            change.asked = (self.physical(self.plan), target, self.fleet, frozenset(living.slots))
-            found = self.changes.between(*change.asked)
+            change.asked = Asked(
+                before=self.physical(self.plan), after=target, fleet=self.fleet, holders=frozenset(living.slots),
+                urgent=change.command.urgent,
+            )  # fmt: skip
+            found = self.changes.between(change.asked)
         except Infeasible as error:
             change.refused = str(error)
             return
@@ -327,7 +330,7 @@ class SimulatedWorld:
         }
         if change.asked is not None:
             spent = self.env.now - began + sum(done["interleaved_seconds"].values())
-            self.changes.measured(*change.asked, spent)
+            self.changes.measured(change.asked, spent)
         self.transitions.append(done)
         self._log("transition_done", **done)
         self.display.transition(done)
@@ -348,16 +351,18 @@ class SimulatedWorld:
 
     # -- restarts, losses ----------------------------------------------------------------------------------------
 
-    def _restart_seconds(self, *, processes: bool = True) -> float:
+    def _restart_seconds(self) -> float:
         engines = self.engine_seconds["train"] + self.engine_seconds["generate"]
         draw = self.truth.generator("restart", len(self.transitions), self.steps_done)
         spread = 1.0 if self.truth.exact else float(np.exp(0.2 * draw.standard_normal()))
-        return self.delays.restart(self.config, len(self.fleet.nodes), engines, spread, processes=processes)
+        return self.delays.restart(
+            self.config, len(self.fleet.nodes), engines, spread, processes=not self.keeps_processes
+        )
 
-    def _restore(self, plan: Plan, began: float, *, processes: bool = True) -> Process:
+    def _restore(self, plan: Plan, began: float) -> Process:
         """From the last checkpoint, into `plan`: the steps since are lost."""
         self._empty = frozenset()
-        yield self.env.timeout(self._restart_seconds(processes=processes))
+        yield self.env.timeout(self._restart_seconds())
         step = self._saved_step + 1
         change, self._change, self._running = self._change, None, None
         self.plan, self.state_version = plan, self.state_version + 1
@@ -387,7 +392,7 @@ class SimulatedWorld:
                 lives = self._lives()  # else a slot left before all was saved
             if lives:
                 self._saved_step = self.steps_done
-            yield from self._restore(command.plan, began, processes=not (lives and self.through_storage))
+            yield from self._restore(command.plan, began)
         except simpy.Interrupt:
             return
 
@@ -403,7 +408,8 @@ class SimulatedWorld:
         self.numbers = [self.numbers[old] for old in numbers]
         self.plan = command.plan
         try:
-            found = self.changes.between(before, self.physical(command.plan), self.fleet, frozenset(self.fleet.slots))
+            after, slots = self.physical(command.plan), frozenset(self.fleet.slots)
+            found = self.changes.between(Asked(before=before, after=after, fleet=self.fleet, holders=slots))
             if found.graph is None:
                 yield self.env.timeout(self._restart_seconds())
             else:

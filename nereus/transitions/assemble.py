@@ -1,7 +1,7 @@
 """From a change to its transition graph: operations, edges, lanes, places and predicted seconds.
 
 Everything before the commit leads to it; activation, the end of old state kept beside, of snapshots and of old groups
-follow. Blank memory comes as early as there is room: before the commit the engine is built in it, else it is attached
+follow; so do, in an urgent change, groups and engines of what has no state. Blank memory comes as early as there is room: before the commit the engine is built in it, else it is attached
 at activation.
 """
 
@@ -86,6 +86,7 @@ class _Builder:
         self.frozen = {emu.emu for emu in change.emus if emu.frozen and emu.mode == "beside"}
         self.idle = {emu.emu for emu in change.emus if emu.idle}
         self.through = change.through()
+        self.built_last = change.after_commit()
         self.places = {(r.emu, r.lane): r for r in change.residencies}
         self.operations: list[_Draft] = []
         self.ends: dict[EdgeKind, Ends] = {kind: ([], []) for kind in EDGE_KINDS}
@@ -115,6 +116,8 @@ class _Builder:
         self._copy_and_verify()
         built = self._build_groups()
         commit = self._add("commit")
+        for emu in self.built_last & built.keys():
+            self._late(commit, built[emu])
         self._after_commit(commit)
         self._blank()
         self._activate(commit, built)
@@ -291,7 +294,7 @@ class _Builder:
 
     def _build_groups(self) -> dict[str, int]:
         built: dict[str, int] = {}
-        for emu in self.change.emus:
+        for emu in sorted(self.change.emus, key=lambda emu: emu.emu in self.built_last):
             lanes = self._slots(emu.emu, new=True)
             if emu.new_groups and lanes:
                 built[emu.emu] = self._add("build_groups", emu.emu, lanes)
@@ -344,15 +347,16 @@ class _Builder:
             self.late.update(ordered[first:])
 
     def _activate(self, commit: int, built: dict[str, int]) -> None:
-        """Engines are built before the commit, in their blank memory if it is there by then; activation follows.
+        """Engines are built before the commit, in their blank memory if it is there by then, or all after it; then activated.
 
         A shell is built slot by slot in all its memory, and what fills the memory waits for it. Processes of any other
         engine meet while they start, so it is one operation of all its slots: each meets it at the same place in its order.
         """
         for emu in self.change.emus:
-            lanes = self._slots(emu.emu, new=True)
+            lanes, active = self._slots(emu.emu, new=True), dict[Lane, int]()
             for lane in lanes:
                 activate = self._add("activate", emu.emu, (lane,))
+                active[lane] = activate
                 self._late(commit, activate)
                 room = self.blank.get((emu.emu, lane))
                 if room is not None:
@@ -361,9 +365,14 @@ class _Builder:
                     self._around(emu.emu, lane, self._engine(emu, (lane,), built))
             if emu.engine_seconds and lanes and not emu.shell:
                 engine = self._engine(emu, lanes, built)
+                last = emu.emu in self.built_last
+                if last:
+                    self._late(commit, engine)
                 for lane in lanes:
+                    if last:
+                        self._edge(engine, active[lane])
                     room = self.blank.get((emu.emu, lane))
-                    if room is not None and room not in self.late:
+                    if room is not None and (last or room not in self.late):
                         self._edge(room, engine)
 
     def _engine(self, emu: EmuChange, lanes: tuple[Lane, ...], built: dict[str, int]) -> int:

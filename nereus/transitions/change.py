@@ -93,7 +93,8 @@ class Change:
 
     `phase_bytes` by lane is what a step's phases need beside what is resident: only what fits beside it may happen
     before the pause, of the kinds `early` between the step's phases, of the kinds `outside` in another process or the
-    driver, beside the step. Pieces have at most `chunk_bytes` and, where memory forces smaller ones, at least
+    driver, beside the step. An `urgent` one commits as soon as all state has arrived, because slots of the plan before are
+    about to leave: what has no state is built after it, unless that is done outside. Pieces have at most `chunk_bytes` and, where memory forces smaller ones, at least
     `least_chunk_bytes`. `host_of` gives the lane of each slot's host memory; mode snapshot needs it.
     """
 
@@ -108,6 +109,7 @@ class Change:
     least_chunk_bytes: int = 1 << 20
     early: tuple[str, ...] = EARLY
     outside: tuple[str, ...] = ()
+    urgent: bool = False
 
     def used_bytes(self) -> dict[Lane, int]:
         """Bytes in use on each lane before the change."""
@@ -119,6 +121,13 @@ class Change:
     def mode_of(self, emu: str) -> Mode:
         """The mode of an EMU of the change."""
         return next(entry.mode for entry in self.emus if entry.emu == emu)
+
+    def after_commit(self) -> set[str]:
+        """EMUs whose groups and engine are built after the commit: of an urgent change those without state."""
+        if not self.urgent or "build_engine" in self.outside:
+            return set()
+        with_state = {r.emu for r in self.residencies if r.present_bytes or r.target_bytes}
+        return {emu.emu for emu in self.emus if emu.emu not in with_state and not emu.shell}
 
     def through(self) -> set[str]:
         """EMUs whose old bytes are read from the snapshots of their slots."""

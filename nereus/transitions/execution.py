@@ -93,6 +93,8 @@ ExecutionCommand = Start | Cancel | Settled
 class Execution:
     """Hands out a checked graph's operations and decides how the transition ends.
 
+    Lanes that are lost after the commit, and that the new plan does not use, end nothing.
+
     `settled` is None while it runs. Raises InvalidEvent for an event that cannot be true, with the operation's status
     and the last events.
     """
@@ -151,14 +153,22 @@ class Execution:
                 self._end(self._number[event.operation_id], "failed")
                 return self._stop(f"{event.operation_id}: {event.reason}")
             case LanesLost():
-                self.lost.update(event.lanes)
-                for index in sorted(self._running):
-                    if self.lost.intersection(self.graph.operations[index].lanes):
-                        self._end(index, "gone")
-                return self._stop(f"{', '.join(lane_name(lane) for lane in event.lanes)} lost: {event.reason}")
+                return self._lose(event)
             case _:
                 assert_never(event)
         return self._next()
+
+    def _lose(self, event: LanesLost) -> tuple[ExecutionCommand, ...]:
+        self.lost.update(event.lanes)
+        needless = self.committed and not self._trouble and self._needless(event.lanes)
+        for index in sorted(self._running):
+            if needless and self._idle(index):
+                self._forgo(index)
+            elif not needless and self.lost.intersection(self.graph.operations[index].lanes):
+                self._end(index, "gone")
+        if needless:
+            return self._next()
+        return self._stop(f"{', '.join(lane_name(lane) for lane in event.lanes)} lost: {event.reason}")
 
     def _check(self, event: ExecutionEvent) -> None:
         """InvalidEvent for an operation that is not known or not running; what is gone may still report."""
@@ -206,7 +216,10 @@ class Execution:
         if self._trouble:
             return (self._settle(),) if not self._running else ()
         starts: list[int] = []
-        for index in self._open:
+        for index in self._open:  # it may grow
+            if self.lost and self._idle(index):
+                self._forgo(index)
+                continue
             early = self._paused or self.graph.operations[index].place != "pause"
             (starts if early else self._held).append(index)
         self._open.clear()
@@ -216,6 +229,21 @@ class Execution:
         if not self._left:
             return (self._settle(),)
         return tuple(Start(operation=self.graph.operations[index]) for index in starts)
+
+    def _needless(self, lanes: tuple[Lane, ...]) -> bool:
+        """Whether nothing of the plan after the change is on these lanes."""
+        gone = set(lanes)
+        return not any(r.lane in gone and r.target_bytes + r.blank_target_bytes for r in self.graph.change.residencies)
+
+    def _forgo(self, index: int) -> None:
+        """An operation that has nothing left to do counts as done; it may still report."""
+        self._end(index, "done")
+        self._status[index] = "gone"
+
+    def _idle(self, index: int) -> bool:
+        """Whether an operation, all of whose work is on lost lanes or is to take old communicators apart, has nothing left to do."""
+        lanes = set(self.graph.operations[index].lanes)
+        return bool(lanes & self.lost) and (lanes <= self.lost or self.graph.operations[index].kind == "destroy_groups")
 
     def _settle(self) -> Settled:
         result: Result = "replan" if self.lost or (self.committed and self._left) else "rolled_back"

@@ -44,7 +44,7 @@ class Settings:
     """What a graph is made with. `engine_seconds` by EMU is what building its engine is expected to take.
 
     `hosts` gives the host of each slot and `host_bytes` what a host may hold; `staging_bytes` are kept free on each
-    slot for buckets; `kv_cache_bytes` are a new engine's. `modes` are asked for by EMU; others are chosen.
+    slot for buckets; `kv_cache_bytes` are a new engine's. `modes` are asked for by EMU; others are chosen. `urgent` as in Change.
     """
 
     engine_seconds: Mapping[str, float]
@@ -53,6 +53,7 @@ class Settings:
     staging_bytes: int
     kv_cache_bytes: int
     modes: Mapping[str, Mode]
+    urgent: bool = False
 
 
 def planned_graph(
@@ -121,6 +122,7 @@ def change_of(
         host_of=hosts,
         other_bytes=other,
         phase_bytes={slot: m.phase_bytes for slot, m in room.items()},
+        urgent=settings.urgent,
     )
 
 

@@ -17,7 +17,7 @@ from nereus.transitions.timeline import Timeline, timeline
 class Price:
     """Predicted seconds of a transition: in the pause, interleaved with a step, and outside of steps; what admission weighs.
 
-    `deviation_seconds` is the standard deviation of `seconds`, from the factors of the kinds on the longest chain;
+    `commit_seconds` of these are over when the commit is. `deviation_seconds` is the standard deviation of `seconds`, from the factors of the kinds on the longest chain;
     `bound_seconds` is what no schedule of the graph goes below.
     """
 
@@ -26,6 +26,7 @@ class Price:
     outside_seconds: float
     deviation_seconds: float
     bound_seconds: float
+    commit_seconds: float
 
     @property
     def seconds(self) -> float:
@@ -37,12 +38,14 @@ def price(graph: TransitionGraph, durations: Durations, schedule: Timeline | Non
     """The price of a checked graph; `schedule` saves computing its timeline again."""
     schedule = schedule or timeline(graph, durations)
     lost = [w for w in schedule.windows if w.place != "outside"]
+    after = schedule.makespan_seconds - schedule.end_seconds[graph.by_kind["commit"][0]]
     return Price(
         pause_seconds=schedule.seconds_in("pause"),
         interleaved_seconds=schedule.seconds_in("interleaved"),
         outside_seconds=schedule.seconds_in("outside"),
         deviation_seconds=deviation_seconds(graph, durations, schedule),
         bound_seconds=sum(w.bound_seconds for w in lost),
+        commit_seconds=schedule.seconds_in("pause") + schedule.seconds_in("interleaved") - after,
     )
 
 

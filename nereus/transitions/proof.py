@@ -37,7 +37,8 @@ def check(graph: TransitionGraph) -> Proof:
     Acyclic, ids unique; every target byte arrives exactly once, into room claimed for it; sources are held while they
     are read; the memory operations of a lane are in one total order whose prefix sums stay within its capacity (and
     before the pause beside what the phases need); shells are built in their memory before state arrives; before an EMU's first destructive operation its old bytes have a
-    second holder as its mode says; communicators in one order on every slot; one commit that all changes lead to.
+    second holder as its mode says; communicators in one order on every slot; one commit that all changes lead to, but in
+    an urgent one the engines of what has no state.
     """
     graph.change.validate()
     _check_operations(graph)
@@ -87,6 +88,7 @@ def _check_commit(graph: TransitionGraph) -> None:
     """One commit; all that changes state leads to it, activation and the end of old groups follow."""
     if len(graph.by_kind["commit"]) != 1:
         raise InvalidGraph(f"a transition has one commit, this graph has {len(graph.by_kind['commit'])}")
+    last = graph.change.after_commit()
     for index, operation in enumerate(graph.operations):
         if operation.kind in ("activate", "destroy_groups"):
             if index not in graph.late:
@@ -94,6 +96,9 @@ def _check_commit(graph: TransitionGraph) -> None:
         elif operation.kind in ("allocate", "release"):
             if index not in graph.soon and index not in graph.late:
                 raise broken(graph, index, "neither leads to the commit nor follows it")
+        elif operation.kind in ("build_groups", "build_engine") and operation.emu in last:
+            if index not in graph.late:
+                raise broken(graph, index, "must come after the commit: the change is urgent, and it has no state")
         elif operation.kind != "commit" and index not in graph.soon:
             raise broken(graph, index, "must come before the commit")
 
@@ -195,7 +200,10 @@ def _check_engines(graph: TransitionGraph) -> None:
             raise broken(graph, active[key], "must wait for its blank memory")
         if key in engines and r.emu in groups and not graph.joined(groups[r.emu], engines[key]):
             raise broken(graph, engines[key], "must wait for its groups")
-        early = key in blank and blank[key] not in graph.late
+        last = key in engines and engines[key] in graph.late
+        if last and not graph.joined(engines[key], active[key]):
+            raise broken(graph, active[key], "must wait for its engine")
+        early = key in blank and (last or blank[key] not in graph.late)
         if key in engines and early and not graph.joined(blank[key], engines[key]):
             raise broken(graph, engines[key], "must wait for its blank memory")
 

@@ -332,7 +332,7 @@ Choose = Callable[[int, int], int]
 
 
 def any_scene(choose: Choose) -> Scene:
-    """Several EMUs over a few slots and their hosts, random placings, modes and copies, memory often full."""
+    """Several EMUs over a few slots and their hosts, random placings, modes and copies, memory often full; some urgent."""
     slots = choose(2, 5)
     fleet = two_nodes(slots)
     hosts = [host_lane(n) for n in range(len(fleet.nodes))]
@@ -360,6 +360,10 @@ def any_scene(choose: Choose) -> Scene:
                 copied[emu, lane] = choose(1, 3)
             if choose(0, 4) == 0 and (lane in before or lane in after):
                 blank[emu, lane] = choose(0, 3), choose(0, 3)
+    engine = choose(0, 2)
+    slots_of_engine = lanes[: slots if engine else 0]  # nothing but blank memory, as engines of generation have
+    emus["engine"], modes["engine"] = (dict.fromkeys(slots_of_engine, NOTHING),) * 2, "beside"
+    blank |= {("engine", lane): (choose(0, 3), choose(0, 3)) for lane in slots_of_engine}
     relay, exact = bool(choose(0, 1)), bool(choose(0, 1))
     level, top = defaultdict(int), defaultdict(int)
     for emu, (before, after) in emus.items():
@@ -374,7 +378,15 @@ def any_scene(choose: Choose) -> Scene:
     phases = {lane: choose(0, 5) for lane in range(slots)}
     outside = (("build_groups", "allocate"), ("build_engine",), (), ())[choose(0, 3)]
     ways = {"modes": modes, "shells": shells, "through": through, "copied": copied, "blank": blank}
-    return scene(emus, fleet, capacity, relay=relay, phase_bytes=phases, outside=outside, **ways)  # type: ignore[arg-type]
+    urgent = choose(0, 2) == 0
+    made = scene(emus, fleet, capacity, relay=relay, phase_bytes=phases, outside=outside, urgent=urgent, **ways)  # type: ignore[arg-type]
+    return idle(made, "engine") if engine > 1 else made
+
+
+def idle(made: Scene, emu: str) -> Scene:
+    """The scene in which no phase of the running step touches the EMU any more."""
+    emus = tuple(replace(each, idle=each.emu == emu) for each in made.change.emus)
+    return replace(made, change=replace(made.change, emus=emus))
 
 
 def _some(numbers: Sequence[int], choose: Choose) -> Bytes:

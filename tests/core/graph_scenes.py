@@ -7,7 +7,7 @@ from collections.abc import Callable
 from nereus.fleet import CPU_SLOT, Fleet, Node, uniform
 from nereus.transitions.change import Mode
 from nereus.transitions.order import host_lane
-from tests.core.changes import Scene, joined, scene, split, two_nodes
+from tests.core.changes import Scene, idle, joined, scene, split, two_nodes
 
 HOST = host_lane(0)
 FOUR = uniform(4)
@@ -113,6 +113,22 @@ def shell_beside_with_room() -> Scene:
     )
 
 
+def engines_last_before_a_slot_leaves() -> Scene:
+    """DP4 to DP3 and engines on the three slots that stay: all state arrives and is committed before they are built."""
+    whole = frozenset(range(12))
+    parts = split(12, 24, [0, 1, 2, 3])
+    emus = {
+        "actor.train": (
+            {slot: whole | parts[slot] for slot in range(4)},
+            joined(dict.fromkeys(range(3), whole), split(12, 24, [0, 1, 2])),
+        ),
+        "actor.generate": (dict.fromkeys(range(4), frozenset[int]()),) * 2,
+    }
+    blank = {("actor.generate", slot): (10, 10 if slot < 3 else 0) for slot in range(4)}
+    made = scene(emus, FOUR, on_slots(48), blank=blank, shells=["actor.train"], urgent=True)
+    return idle(made, "actor.generate")
+
+
 def swap_through_the_host_on_full_slots() -> Scene:
     """Two models change places on full slots, each by way of the host: no slot waits for another's room."""
     emus = {
@@ -136,6 +152,7 @@ NAMED: dict[str, Callable[[], Scene]] = {
         moe_ep_change,
         reference_back_from_host,
         shell_beside_with_room,
+        engines_last_before_a_slot_leaves,
         swap_through_the_host_on_full_slots,
     )
 }

@@ -83,8 +83,15 @@ class Trial:
             lanes = (*lanes, *(s for s, host in self.scene.change.host_of.items() if host == lanes[0]))
         self.world.lose(lanes)
         self.running = {n: op for n, op in self.running.items() if not self.world.lost.intersection(op.lanes)}
-        self.cancelled = True
+        places = self.scene.change.residencies
+        wanted = {r.lane for r in places if r.target_bytes + r.blank_target_bytes}
+        self.cancelled |= not self.execution.committed or not wanted.isdisjoint(self.world.lost)
         self.take(self.execution.handle(LanesLost(lanes=lanes, reason="killed")))
+
+    def forgone(self, operation: Operation) -> bool:
+        """Whether an operation had nothing left to do: its lanes are lost, or it takes communicators apart with one that is."""
+        lanes = set(operation.lanes)
+        return bool(lanes & self.world.lost) and (lanes <= self.world.lost or operation.kind == "destroy_groups")
 
     def judge(self, settled: Settled) -> None:
         """The claims of a settlement against the bytes that are left."""
@@ -93,12 +100,15 @@ class Trial:
         assert settled.version == ("new" if committed else "old")
         assert settled.lost == tuple(sorted(self.world.lost))
         if settled.result == "committed":
-            assert all(status(name) == "done" for name in self.graph.ids)
+            assert all(
+                status(name) == "done" or self.forgone(op)
+                for name, op in zip(self.graph.ids, self.graph.operations, strict=True)
+            )
             used = {lane: self.scene.change.other_bytes.get(lane, 0) for lane in self.world.level}
             for r in self.scene.change.residencies:
                 used[r.lane] += r.target_bytes + r.blank_target_bytes
-            assert {lane: size for lane, size in used.items() if size} == {
-                lane: size for lane, size in self.world.level.items() if size
+            assert {lane: size for lane, size in used.items() if size and lane not in self.world.lost} == {
+                lane: size for lane, size in self.world.level.items() if size and lane not in self.world.lost
             }
         assert (settled.result == "rolled_back") <= (not self.world.lost and not committed)
         beside = {emu.emu for emu in self.scene.change.emus if emu.shell and emu.mode == "beside"}

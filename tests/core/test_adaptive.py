@@ -19,6 +19,7 @@ from nereus.control.records import (
     MemoryAlarm,
     Misfit,
     PreemptionNotice,
+    PriceEstimate,
     Restart,
     Search,
     SearchDone,
@@ -255,6 +256,18 @@ def test_a_change_that_ends_after_the_deadline_saves_first(price: float, saved: 
     assert isinstance(command, Restart) == saved
     assert command.plan == SMALL
     assert ("the state is saved first" in command.reason) == saved
+
+
+def test_a_change_whose_commit_comes_before_the_deadline_is_urgent_and_live() -> None:
+    job = Job()
+    job.step()
+    (search,) = job.tell(PreemptionNotice(at_seconds=job.now, slots=(3,), deadline_seconds=job.now + 22))
+    assert isinstance(search, Search)
+    price = PriceEstimate(mean_seconds=30.0, deviation_seconds=6.0, bound_seconds=30.0, commit_seconds=9.0)
+    job.answer(search, replace(shown(SMALL, 30.0), price=price))
+    (command,) = (each for each in job.step() if isinstance(each, ChangePlan | Restart))  # 12 s are left, 10.8 needed
+    assert isinstance(command, ChangePlan)
+    assert command.urgent
 
 
 def test_slots_that_wait_for_the_plan_to_leave_them_are_left_live() -> None:

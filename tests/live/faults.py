@@ -29,6 +29,18 @@ def plant(slot: Any, fault: str, kind: str, emu: str) -> None:
     slot.on_task = partial(_strike, slot, fault, kind, emu)
 
 
+def watch(slot: Any) -> None:
+    """From now on the slot remembers the tasks of changes that it comes to."""
+    slot.seen = []
+    slot.on_task = lambda task: slot.seen.append((task.kind, task.emu))
+
+
+def seen(slot: Any) -> list[tuple[str, str]]:
+    """(kind, EMU) of the tasks since `watch`, which ends."""
+    slot.on_task = None
+    return slot.seen
+
+
 def heal(slot: Any) -> None:
     """No fault any more."""
     slot.on_task = None

@@ -23,7 +23,7 @@ from nereus.runtime.journal import read_journal
 from nereus.runtime.pool import SlotPool
 from nereus.slices import movement
 from nereus.transition import build as build_transition
-from tests.live.faults import plant
+from tests.live.faults import plant, seen, watch
 from tests.live.scene import FIRST, S, Scene, config
 
 LAYOUTS = (  # (actor training layout, generation layout) of a tour through all that the quickstart uses, and more
@@ -239,6 +239,32 @@ def test_models_change_places_on_full_slots(pool: SlotPool, tmp_path: Path) -> N
     assert record.moved.counted_bytes == record.moved.planned_bytes > 0
     assert not scene.job.host.snapshots("snapshot").exists(), "host memory is given back"
     scene.phases.warm_up(2)
+
+
+def test_before_slots_leave_all_state_is_committed_and_engines_come_last(pool: SlotPool, tmp_path: Path) -> None:
+    """An urgent change to three slots: of generation's engines none is built before every byte has been verified."""
+    scene = Scene(pool, config(), tmp_path)
+    scene.step()
+    stages = {"actor_train": S(dp=3), "critic_train": S(dp=3), "actor_generate": S(dp=3)}
+    pool.call_all("apply", watch)
+    scene.urgent = True
+    record = scene.change(**stages)
+    engine = ("build_engine", "actor.generate")
+    for slot, tasks in pool.call_all("apply", seen).items():
+        assert (engine in tasks) == (slot < 3)
+        kinds = [kind for kind, _ in tasks]
+        last = tasks.index(engine) if engine in tasks else len(tasks)
+        assert {"transfer", "verify"} & set(kinds)
+        assert not {"transfer", "verify", "copy"} & set(kinds[last:]), (slot, tasks)
+    assert record.state_version == 1
+    scene.step()
+    again = {"actor_train": S(tp=2, dp=2), "critic_train": S(dp=4), "actor_generate": S(dp=4)}
+    pool.call_all("apply", watch)
+    scene.urgent = False
+    scene.change(**again)
+    for tasks in pool.call_all("apply", seen).values():
+        assert tasks.index(engine) < max(at for at, (kind, _) in enumerate(tasks) if kind == "verify")
+    scene.step()
 
 
 def test_the_reference_waits_in_host_memory(pool: SlotPool, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 from nereus.cli.load import dump_config
 from nereus.cli.main import main
 from nereus.config import DataConfig, PlanConfig, PlansConfig, StageConfig
+from nereus.control.controller import AdaptiveController
 from nereus.control.records import plan_slots
 from nereus.control.written import written
 from nereus.errors import JournalError
@@ -130,6 +131,25 @@ def test_a_slot_leaves_with_its_state_moved_off_first_and_comes_back(tmp_path: P
     assert not any(record["kind"] == "told" and record["event"]["is"] == "StateRestored" for record in records)
     if policy == "dp-scaling":
         assert steering.controller.plan == first_plan(world.config)
+    assert first_difference(records) is None
+
+
+def test_where_a_live_change_would_come_too_late_the_state_is_saved_and_the_processes_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(AdaptiveController, "_too_late", lambda self, _: "too late" if self._leaving else "")
+    wide = PlanConfig(**{name: StageConfig(dp=4) for name in STAGES})
+    news = {5: SlotsLeaving(at_seconds=0.0, slots=(3,)), 9: SlotsArrived(at_seconds=0.0, slots=1)}
+    world = ToyWorld(replace(job("nereus", divisible=False), plan=wide), fleet=news)
+    steering, records = run(world, tmp_path / "events.jsonl")
+    kinds = [order for order in world.orders if isinstance(order, Recover | Relaunch)]
+    assert [(order.lost_slots, order.saved) for order in kinds if isinstance(order, Recover)] == [
+        ((3,), True),
+        ((), False),
+    ]
+    assert len(kinds) == 2
+    assert steering.ids == (0, 1, 2, 3)
+    assert [step for step, _ in world.ran] == list(range(1, 17))
     assert first_difference(records) is None
 
 

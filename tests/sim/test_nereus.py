@@ -16,6 +16,7 @@ from nereus.layout import first_plan
 from nereus.report.explain import explained, render
 from nereus.report.replay import first_difference, recorded
 from nereus.report.summary import fold
+from nereus.sim.changes import Asked
 from nereus.sim.edges import Delays
 from nereus.sim.play import inventory_of
 from nereus.sim.searching import Changes, FleetSearcher
@@ -53,8 +54,9 @@ def run(
         space=VARIANTS[policy].space(first_plan(config)),
         free=not VARIANTS[policy].priced,
         by_restart=not VARIANTS[policy].live,
+        through_storage=VARIANTS[policy].storage,
     )
-    made.through_storage = VARIANTS[policy].storage
+    made.keeps_processes = VARIANTS[policy].live or VARIANTS[policy].storage
     told = Told(controller=controller, journal=kept, policy=policy, inventory=inventory)
 
     class Checked:
@@ -231,7 +233,8 @@ def test_no_change_costs_less_than_its_bound() -> None:
         for other in map(first_plan, jobs):
             engines = replace(before, actor_generate=other.actor_generate)
             for after in (other, engines, replace(before, actor_train=other.actor_train)):
-                found = changes.price(before, after, fleet, frozenset(fleet.slots))
+                asked = Asked(before=before, after=after, fleet=fleet, holders=frozenset(fleet.slots))
+                found = changes.price(asked)
                 assert found is None or changes.bound(before, after) <= found.mean_seconds
                 bounds.add(changes.bound(before, after))
     assert len(bounds) >= 4

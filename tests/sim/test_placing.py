@@ -12,9 +12,9 @@ from nereus.config import ChangeConfig, PlanChange, StageConfig
 from nereus.controller import Controller
 from nereus.fleet import DEVICES, uniform
 from nereus.layout import first_plan
-from nereus.sim.changes import Placing
+from nereus.sim.changes import Asked, Placing
 from nereus.sim.phases import StepTimes
-from nereus.sim.searching import RESTORE, Changes
+from nereus.sim.searching import Changes
 from nereus.sim.truth import Truth
 from nereus.world import drive
 from tests.sim.scene import Kept, job, plan_config, workload, world
@@ -103,10 +103,12 @@ def test_a_price_without_a_graph_is_near_that_with_one(placing: Placing) -> None
     plans = [first_plan(job(slots=64, plan=plan_config(*cut))) for cut in ((4, 1, 16, 2), (2, 2, 16, 2), (8, 1, 8, 4))]
     for before, after in pairwise(plans):
         changes = Changes(config=config, placing=placing)
-        with_graph = changes.price(before, after, fleet, slots)
-        without = changes.estimated(before, after, fleet, slots)
-        assert with_graph is not None
-        assert without.mean_seconds == pytest.approx(with_graph.mean_seconds, rel=0.1)
-    assert changes.estimated(after, after, fleet, slots).mean_seconds == 0.0
-    gone = slots - set(fleet.nodes[0].slots)
-    assert changes.estimated(after, before, fleet, gone) == RESTORE == changes.price(after, before, fleet, gone)
+        asked = Asked(before=before, after=after, fleet=fleet, holders=slots)
+        for each in (asked, replace(asked, urgent=True)):
+            with_graph, without = changes.price(each), changes.estimated(each)
+            assert with_graph is not None
+            assert without.mean_seconds == pytest.approx(with_graph.mean_seconds, rel=0.1)
+            assert without.commit_seconds == pytest.approx(with_graph.commit_seconds, rel=0.15)
+    assert changes.estimated(replace(asked, before=after)).mean_seconds == 0.0
+    gone = replace(asked, before=after, after=before, holders=slots - set(fleet.nodes[0].slots))
+    assert changes.estimated(gone) == changes.restored(fleet) == changes.price(gone)

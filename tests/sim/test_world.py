@@ -32,6 +32,7 @@ def scaled(points: list[tuple[float, int]], steps: int = 8, *, by_restart: bool 
     """A run of the policy dp-scaling on a fleet of nodes of 8."""
     config = job(steps=steps)
     made, kept = world(config, points, **more)
+    made.keeps_processes = not by_restart
     policy = DpScaling(first_plan(config), divisible=True, by_restart=by_restart)
     controller = AdaptiveController(plan=first_plan(config), fleet=made.fleet, last_step=steps, policy=policy)
 
@@ -80,8 +81,8 @@ def test_a_loss_without_notice_goes_back_to_the_checkpoint() -> None:
 
 
 def test_dp_follows_the_fleet() -> None:
-    kept = scaled([(0, 2), (40, 1), (400, 4)], delays=Delays(notice_seconds=0))
-    assert {row["plan/dp"] for row in kept.rows} == {4, 2, 8} or kept.rows[-1]["plan/dp"] == 8
+    kept = scaled([(0, 2), (40, 1), (300, 4)], delays=Delays(notice_seconds=0))
+    assert {row["plan/dp"] for row in kept.rows} == {4, 2, 8}
     assert kept.rows[-1]["training/global_step"] == 8
     assert kept.kinds("run_stopped")[0]["reason"] == "done"
 
@@ -95,6 +96,18 @@ def test_a_notice_saves_the_state_live() -> None:
     steps = [row["training/global_step"] for row in told.rows]
     assert steps == sorted(set(steps))  # nothing is done twice
     assert told.events[-1]["at_seconds"] < untold.events[-1]["at_seconds"]
+
+
+def test_an_urgent_change_has_committed_when_the_slots_leave() -> None:
+    """What is lost after the commit ends nothing: the engines of generation are built on, and no step is done again."""
+    for loss in (264.0, 300.0):
+        kept = scaled([(0, 2), (loss, 1)], steps=18, delays=Delays(notice_seconds=60.0))
+        (commit,), (done,) = kept.kinds("commit"), kept.kinds("transition_done")
+        assert kept.kinds("transition_started")[-1]["at_seconds"] < commit["at_seconds"] < loss < done["at_seconds"]
+        assert commit["at_seconds"] < done["at_seconds"] - 40.0  # an engine's cold start
+        assert "restored_step" not in done
+        steps = [row["training/global_step"] for row in kept.rows]
+        assert steps == sorted(set(steps))
 
 
 def test_a_restart_costs_more_than_a_live_change() -> None:
