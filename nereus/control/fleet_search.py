@@ -17,6 +17,7 @@ from nereus.control.fleet_outlook import ORDER, FleetMemory, FleetOutlook, plann
 from nereus.control.policies import with_dp
 from nereus.control.proposals import BAND_SHARE, Proposal
 from nereus.control.records import Band, Candidate, PriceEstimate, SearchRequest, Switches, candidate, plan_kind
+from nereus.control.scaling import TRAINED
 from nereus.fleet import Fleet
 from nereus.layout import Plan, StagePlan
 from nereus.planning.evaluate import Problem, evaluate
@@ -101,6 +102,9 @@ class _FleetSearch:
             self._meet(self.runtime_plan(each.plan))
         for plan in known:
             self._meet(plan)
+        for plan in known:
+            if plan in (present, self._scaled()):
+                self._meet(self._with_micro_batches(plan))
         if found.candidates:
             for plan in self._neighbours(present, self.runtime_plan(found.candidates[0].plan)):
                 self._meet(plan)
@@ -112,9 +116,27 @@ class _FleetSearch:
         present = self.request.present
         yield present
         yield from self.request.include
-        scaled = with_dp(present, self.fleet, self.request.slots, divisible=False)
+        scaled = self._scaled()
         if scaled is not None:
             yield scaled
+
+    def _scaled(self) -> Plan | None:
+        return with_dp(self.request.present, self.fleet, self.request.slots, divisible=False)
+
+    def _with_micro_batches(self, plan: Plan) -> Plan:
+        """The plan with the fastest micro-batches that fit, stage by stage: a change to these alone costs nothing."""
+        whole, sizes = self.problem.terrain.ordered(), self.space.micro_batches
+        best = replace(plan, **{name: replace(getattr(plan, name), micro_batch=min(sizes)) for name in TRAINED})
+        for name in TRAINED:
+            found: list[tuple[float, int, Plan]] = []
+            for size in sizes:
+                other = replace(best, **{name: replace(getattr(best, name), micro_batch=size)})
+                judged = evaluate(self.problem, planned(self.outlook.config, other, whole))
+                self.evaluated_count += 1
+                if judged.fits and self.outlook.fits(other, self.request.step):
+                    found.append((judged.step.mean_seconds, size, other))
+            best = min(found)[2] if found else best
+        return best
 
     def _neighbours(self, present: Plan, best: Plan) -> Iterator[Plan]:
         """The present plan with one or with all but one of the best plan's stages, where all its slots are there."""

@@ -93,9 +93,9 @@ class Job:
         return self.prompt_tokens + self.lengths.mean_tokens
 
     def fullest_tokens(self, micro_batch: int) -> float:
-        """Tokens of the fullest micro-batch of so many samples: by the ratio of the next smaller size that is told."""
+        """Tokens of the fullest micro-batch of so many samples: by the ratio of the next smaller size that is told, none above the cap."""
         ratio = max((told for told in self.fullest_ratios if told[0] <= micro_batch), default=(1, 1.0))[1]
-        return max(ratio * micro_batch * self.sample_tokens, self.longest_tokens)
+        return max(min(ratio * self.sample_tokens, self.longest_tokens) * micro_batch, self.longest_tokens)
 
     def model(self, stage: str) -> PlannedModel:
         """The model of a model-stage. KeyError names a stage that the job does not have."""

@@ -362,7 +362,7 @@ def any_scene(choose: Choose) -> Scene:
                 blank[emu, lane] = choose(0, 3), choose(0, 3)
     engine = choose(0, 2)
     slots_of_engine = lanes[: slots if engine else 0]  # nothing but blank memory, as engines of generation have
-    emus["engine"], modes["engine"] = (dict.fromkeys(slots_of_engine, NOTHING),) * 2, "beside"
+    emus["engine"], modes["engine"] = ({**(blanks := dict.fromkeys(slots_of_engine, NOTHING))}, blanks), "beside"
     blank |= {("engine", lane): (choose(0, 3), choose(0, 3)) for lane in slots_of_engine}
     relay, exact = bool(choose(0, 1)), bool(choose(0, 1))
     level, top = defaultdict(int), defaultdict(int)

@@ -19,7 +19,6 @@ from nereus.control.records import (
     MemoryAlarm,
     Misfit,
     PreemptionNotice,
-    PriceEstimate,
     Restart,
     Search,
     SearchDone,
@@ -245,29 +244,21 @@ def test_a_notice_is_used_until_the_last_step_that_fits_before_it() -> None:
     assert "slot 3 of the plan leaves" in commands[-1].reason
 
 
-@pytest.mark.parametrize(("price", "saved"), [(11.0, False), (13.0, True)])
-def test_a_change_that_ends_after_the_deadline_saves_first(price: float, saved: bool) -> None:
+@pytest.mark.parametrize(
+    ("price", "commit", "saved"), [(11.0, 0.0, False), (13.0, 0.0, True), (30.0, 11.0, False), (30.0, 13.0, True)]
+)
+def test_a_change_that_commits_after_the_deadline_saves_first(price: float, commit: float, saved: bool) -> None:
     job = Job()
     job.step()
     (search,) = job.tell(PreemptionNotice(at_seconds=job.now, slots=(3,), deadline_seconds=job.now + 22))
     assert isinstance(search, Search)
-    job.answer(search, shown(SMALL, price))
+    asked = shown(SMALL, price)
+    job.answer(search, replace(asked, price=replace(asked.price, commit_seconds=commit)))
     (command,) = (each for each in job.step() if isinstance(each, ChangePlan | Restart))  # 12 s are left
-    assert isinstance(command, Restart) == saved
+    live = ChangePlan(step=command.step, plan=SMALL, reason=command.reason, urgent=True)
+    assert isinstance(command, Restart) if saved else command == live
     assert command.plan == SMALL
     assert ("the state is saved first" in command.reason) == saved
-
-
-def test_a_change_whose_commit_comes_before_the_deadline_is_urgent_and_live() -> None:
-    job = Job()
-    job.step()
-    (search,) = job.tell(PreemptionNotice(at_seconds=job.now, slots=(3,), deadline_seconds=job.now + 22))
-    assert isinstance(search, Search)
-    price = PriceEstimate(mean_seconds=30.0, deviation_seconds=6.0, bound_seconds=30.0, commit_seconds=9.0)
-    job.answer(search, replace(shown(SMALL, 30.0), price=price))
-    (command,) = (each for each in job.step() if isinstance(each, ChangePlan | Restart))  # 12 s are left, 10.8 needed
-    assert isinstance(command, ChangePlan)
-    assert command.urgent
 
 
 def test_slots_that_wait_for_the_plan_to_leave_them_are_left_live() -> None:

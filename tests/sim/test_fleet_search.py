@@ -128,10 +128,12 @@ def test_what_is_told_of_the_fullest_micro_batch_is_never_less(
 def test_the_fullest_micro_batch_is_what_memory_has_to_hold() -> None:
     outlook = lately(700.0)
     problem = outlook.problem(outlook.present_batch, outlook.inventory, 1)
-    ratios = dict(outlook.fullest_ratios())
+    ratios, job_of = dict(outlook.fullest_ratios()), problem.job
     assert ratios[1] > ratios[4] > ratios[16] >= 1.0
     for size, ratio in ratios.items():
-        assert problem.job.fullest_tokens(size) == pytest.approx(ratio * size * problem.job.sample_tokens)
-    assert problem.job.fullest_tokens(3) == pytest.approx(ratios[2] * 3 * problem.job.sample_tokens)
+        job_of = replace(problem.job, longest_tokens=1e4)
+        assert job_of.fullest_tokens(size) == max(ratio * size * problem.job.sample_tokens, 1e4)
+        assert replace(problem.job, longest_tokens=100).fullest_tokens(size) == 100 * size  # none is longer
+    assert job_of.fullest_tokens(3) == max(ratios[2] * 3 * problem.job.sample_tokens, 1e4)
     plain = replace(problem.job, fullest_ratios=(), longest_tokens=1e6)
     assert plain.fullest_tokens(4) == 1e6
