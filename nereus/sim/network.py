@@ -57,7 +57,8 @@ class Network:
     def __init__(self, env: simpy.Environment, *, together_seconds: float = 0.0) -> None:
         self.env, self.together_seconds = env, together_seconds
         self._number: dict[int, int] = {}
-        self._capacity = np.zeros(0)
+        self._capacity: list[float] = []
+        self._capacities: Floats | None = None  # the same as an array, until one changes
         self._legs = np.zeros((0, MOST_LEGS), dtype=np.int64)
         self._left = np.zeros(0)
         self._size = np.zeros(0)
@@ -76,10 +77,12 @@ class Network:
         done = self.env.event()
         numbers: list[int] = []
         for resource, rate in legs:
-            number = self._number.setdefault(resource, len(self._number))
-            if number == len(self._capacity):
-                self._capacity = np.append(self._capacity, rate)
-            self._capacity[number] = max(self._capacity[number], rate)
+            number = self._number.get(resource)
+            if number is None:
+                number = self._number[resource] = len(self._number)
+                self._capacity.append(0.0)
+            if rate > self._capacity[number]:
+                self._capacity[number], self._capacities = rate, None
             numbers.append(number)
         if size_bytes <= 0 or not numbers:
             return done.succeed()
@@ -118,7 +121,9 @@ class Network:
             self._left, self._size = np.concatenate([self._left, sizes]), np.concatenate([self._size, sizes])
             self._flows += [done for _, _, done in self._fresh]
             self._fresh = []
-        self._rates = fair_rates(self._legs, self._capacity)
+        if self._capacities is None:
+            self._capacities = np.array(self._capacity)
+        self._rates = fair_rates(self._legs, self._capacities)
         self._turn += 1
         if self._flows:
             wait = float((self._left / self._rates).min())
