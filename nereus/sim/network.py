@@ -27,23 +27,27 @@ def fair_rates(legs: Ints, capacity: Floats) -> Floats:
     A resource whose equal share is the least that each of its flows finds anywhere is filled; then the others share what
     is left.
     """
-    size, columns = len(capacity), 1 + int(np.flatnonzero((legs >= 0).any(axis=0)).max(initial=-1))
+    columns = legs.shape[1]
+    while columns and not (legs[:, columns - 1] >= 0).any():
+        columns -= 1  # what is none comes last
     rates = np.zeros(len(legs))
-    left = np.append(capacity.astype(np.float64), np.inf)  # the last one stands for none
-    index = np.where(legs >= 0, legs, size)[:, :columns]
+    left = np.concatenate([[np.inf], capacity])  # the first one stands for none
+    mine = np.ascontiguousarray(legs[:, :columns].T) + 1  # [legs, flows]: numpy is slow over short rows
     waiting = np.arange(len(legs) if columns else 0)
     while len(waiting):
-        mine = index[waiting]
-        count = np.bincount(mine.ravel(), minlength=size + 1)
-        count[size] = 0
-        share = np.where(count > 0, np.maximum(left, 0.0) / np.maximum(count, 1), np.inf)[mine]
-        least = share.min(axis=1)
-        tight = (share <= least[:, None] * (1 + SAME_SHARE)) & (mine < size)
-        full = (count > 0) & (np.bincount(mine[tight], minlength=size + 1) == count)
-        fixed = (tight & full[mine]).any(axis=1)
-        rates[waiting[fixed]] = least[fixed]
-        left -= np.bincount(mine[fixed].ravel(), np.repeat(least[fixed], columns), size + 1)
-        waiting = waiting[~fixed]
+        count = np.bincount(mine.ravel(), minlength=len(left))
+        count[0] = 0
+        shares = np.full(len(left), np.inf)
+        np.divide(np.maximum(left, 0.0), count, out=shares, where=count > 0)
+        share = shares[mine]
+        least = share.min(axis=0)
+        tight = (share <= least * (1 + SAME_SHARE)) & (mine > 0)
+        full = (count > 0) & (np.bincount(mine[tight], minlength=len(left)) == count)
+        fixed = (tight & full[mine]).any(axis=0)
+        now, after = np.flatnonzero(fixed), np.flatnonzero(~fixed)
+        rates[waiting[now]] = least[now]
+        left -= np.bincount(mine[:, now].T.ravel(), np.repeat(least[now], columns), len(left))
+        waiting, mine = waiting[after], mine[:, after]
     return rates
 
 
