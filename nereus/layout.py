@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
+from functools import lru_cache
 from typing import Literal
 
 from nereus.config import Config, ModelConfig, PlanChange, StageConfig
@@ -161,12 +162,18 @@ class Plan:
     @property
     def plan_id(self) -> str:
         """A short name that is a function of the plan's content."""
-        return hashlib.sha256(repr(self).encode()).hexdigest()[:10]
+        return _named(self)
 
     def __str__(self) -> str:
         train, critic, reference = map(_cut_text, (self.actor_train, self.critic_train, self.reference_infer))
         engines = self.actor_generate.layout
         return f"train {train} · critic {critic} · ref {reference} · gen {engines.dp}xTP{engines.tp}{_shares_text(self.actor_generate)}"
+
+
+@lru_cache(maxsize=256)
+def _named(plan: Plan) -> str:
+    """On a thousand slots a plan's text takes longer than finding it again, and a name is asked for again and again."""
+    return hashlib.sha256(repr(plan).encode()).hexdigest()[:10]
 
 
 def _cut_text(stage: StagePlan) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -39,6 +40,8 @@ OWN_PLANS = ("best-plan", "settled-plan")
 """Policies of Nereus that keep a plan: the best of a search that knows no true times, or that on which searches settle."""
 NO_FIT = "does not fit"
 RUNS = Path("runs")
+COLLECTED_OBJECTS = 70_000
+"""So many new objects until garbage is looked for."""
 ORACLE = "oracle"
 """The policy that knows the future: the best path over the plans that other runs of the scenario used and the planner's best."""
 
@@ -60,12 +63,23 @@ def simulate_run(run: Run, parent: Path, provenance: Provenance) -> str:
         raise ConfigError("scene.policy", run.scene.policy, near(run.scene.policy, known))
     if run.scene.placing not in PLACINGS:
         raise ConfigError("scene.placing", run.scene.placing, near(run.scene.placing, PLACINGS))
-    with _records(run, parent, provenance) as records:
+    with _records(run, parent, provenance) as records, _rarely_collected():
         if run.system != "nereus" or run.scene.policy in OWN_PLANS:
             return _system_run(run, run.scene, records)
         if run.scene.policy == ORACLE:
             return _oracle_run(run, run.scene, records, parent)
         return _world_run(run, run.scene, records)
+
+
+@contextmanager
+def _rarely_collected() -> Iterator[None]:
+    """Garbage is looked for a hundredth as often: a run holds a million records and makes next to no cycles."""
+    before = gc.get_threshold()
+    gc.set_threshold(COLLECTED_OBJECTS, *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
 
 
 @contextmanager

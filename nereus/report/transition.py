@@ -385,10 +385,8 @@ def _ports(found: Routes) -> tuple[BusiestPort, ...]:
 def held_by_slot(table: BoxTable, count: int, size_bytes: Ints | None = None) -> Ints:
     """[count] bytes that each slot holds; `size_bytes` [rows] counts others for each row."""
     by_set = sum_at(table.holders, row_bytes(table) if size_bytes is None else size_bytes, len(table.sets))
-    held = np.zeros(count, dtype=np.int64)
-    for slots, amount in zip(table.sets, by_set.tolist(), strict=True):
-        held[slots] += amount
-    return held
+    members, counts = table.members
+    return sum_at(members, np.repeat(by_set, counts), count)
 
 
 def _slots(found: Routes) -> tuple[SlotBytes, ...]:

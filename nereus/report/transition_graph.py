@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from nereus.layout import Stage, StagePlan
-from nereus.report.transition import MovementReport, held_by_slot, moved_by_kind, row_bytes
+from nereus.report.transition import MovementReport, held_by_slot, moved_by_kind, row_bytes, sum_at
 from nereus.storage import emu_name
 from nereus.transfer.boxtable import TRACK, BoxTable
 from nereus.transfer.demands import DESTINATION, HOP, SOURCE
@@ -101,9 +101,12 @@ def change_of(report: MovementReport, *, mode: Mode, reserve_bytes: int, engine_
     }
     flows: list[Flow] = []
     residencies: list[Residency] = []
+    moved: dict[str, Ints] = {}
+    for (emu, _), size in moved_by_kind(report.routes.streams, report.routes.rows).items():
+        moved[emu] = moved[emu] + size if emu in moved else size
     for stage in report.stages:
         emu = emu_name(stage.after)
-        own, received = _flows(report, emu)
+        own, received = _flows(report, emu, moved[emu])
         flows += own
         residencies += _residencies(report, emu, received)
     return Change(
@@ -133,23 +136,19 @@ def groups_of(stage: StagePlan) -> int:
     return 1 + sum(degree > 1 for degree in (layout.tp, layout.pp, layout.dp, layout.cp, layout.ep))
 
 
-def _flows(report: MovementReport, emu: str) -> tuple[list[Flow], Ints]:
-    """The EMU's bytes by source, destination and hop, and [slots] what each slot receives."""
-    found = report.routes
-    rows, slots = found.rows, len(report.fleet.node_of)
-    size = np.zeros(len(rows), dtype=np.int64)
-    for (name, _), moved in moved_by_kind(found.streams, rows).items():
-        if name == emu:
-            size += moved
-    rows, size = rows[size > 0], size[size > 0]
-    received = np.zeros(slots, dtype=np.int64)
-    np.add.at(received, rows[:, DESTINATION], size)
-    keys, at = np.unique(rows[:, [SOURCE, DESTINATION, HOP]], axis=0, return_inverse=True)
-    totals = np.zeros(len(keys), dtype=np.int64)
-    np.add.at(totals, at.reshape(-1), size)
+def _flows(report: MovementReport, emu: str, size: Ints) -> tuple[list[Flow], Ints]:
+    """The EMU's bytes, `size` [rows], by source, destination and hop, and [slots] what each slot receives."""
+    rows, slots = report.routes.rows[size > 0], len(report.fleet.node_of)
+    size = size[size > 0]
+    received = sum_at(rows[:, DESTINATION], size, slots)
+    hops = int(rows[:, HOP].max(initial=0)) + 1
+    keys, at = np.unique((rows[:, SOURCE] * slots + rows[:, DESTINATION]) * hops + rows[:, HOP], return_inverse=True)
+    pairs, hop_of = np.divmod(keys, hops)
+    sources, destinations = np.divmod(pairs, slots)
+    columns = (sources, destinations, sum_at(at, size, len(keys)), hop_of)
     flows = [
         Flow(emu=emu, source=source, destination=destination, size_bytes=amount, hop=hop)
-        for (source, destination, hop), amount in zip(keys.tolist(), totals.tolist(), strict=True)
+        for source, destination, amount, hop in zip(*(column.tolist() for column in columns), strict=True)
     ]
     return flows, received
 

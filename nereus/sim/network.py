@@ -27,23 +27,27 @@ def fair_rates(legs: Ints, capacity: Floats) -> Floats:
     A resource whose equal share is the least that each of its flows finds anywhere is filled; then the others share what
     is left.
     """
-    size, columns = len(capacity), 1 + int(np.flatnonzero((legs >= 0).any(axis=0)).max(initial=-1))
+    columns = legs.shape[1]
+    while columns and not (legs[:, columns - 1] >= 0).any():
+        columns -= 1  # what is none comes last
     rates = np.zeros(len(legs))
-    left = np.append(capacity.astype(np.float64), np.inf)  # the last one stands for none
-    index = np.where(legs >= 0, legs, size)[:, :columns]
+    left = np.concatenate([[np.inf], capacity])  # the first one stands for none
+    mine = np.ascontiguousarray(legs[:, :columns].T) + 1  # [legs, flows]: numpy is slow over short rows
     waiting = np.arange(len(legs) if columns else 0)
     while len(waiting):
-        mine = index[waiting]
-        count = np.bincount(mine.ravel(), minlength=size + 1)
-        count[size] = 0
-        share = np.where(count > 0, np.maximum(left, 0.0) / np.maximum(count, 1), np.inf)[mine]
-        least = share.min(axis=1)
-        tight = (share <= least[:, None] * (1 + SAME_SHARE)) & (mine < size)
-        full = (count > 0) & (np.bincount(mine[tight], minlength=size + 1) == count)
-        fixed = (tight & full[mine]).any(axis=1)
-        rates[waiting[fixed]] = least[fixed]
-        left -= np.bincount(mine[fixed].ravel(), np.repeat(least[fixed], columns), size + 1)
-        waiting = waiting[~fixed]
+        count = np.bincount(mine.ravel(), minlength=len(left))
+        count[0] = 0
+        shares = np.full(len(left), np.inf)
+        np.divide(np.maximum(left, 0.0), count, out=shares, where=count > 0)
+        share = shares[mine]
+        least = share.min(axis=0)
+        tight = (share <= least * (1 + SAME_SHARE)) & (mine > 0)
+        full = (count > 0) & (np.bincount(mine[tight], minlength=len(left)) == count)
+        fixed = (tight & full[mine]).any(axis=0)
+        now, after = np.flatnonzero(fixed), np.flatnonzero(~fixed)
+        rates[waiting[now]] = least[now]
+        left -= np.bincount(mine[:, now].T.ravel(), np.repeat(least[now], columns), len(left))
+        waiting, mine = waiting[after], mine[:, after]
     return rates
 
 
@@ -57,7 +61,8 @@ class Network:
     def __init__(self, env: simpy.Environment, *, together_seconds: float = 0.0) -> None:
         self.env, self.together_seconds = env, together_seconds
         self._number: dict[int, int] = {}
-        self._capacity = np.zeros(0)
+        self._capacity: list[float] = []
+        self._capacities: Floats | None = None  # the same as an array, until one changes
         self._legs = np.zeros((0, MOST_LEGS), dtype=np.int64)
         self._left = np.zeros(0)
         self._size = np.zeros(0)
@@ -76,10 +81,12 @@ class Network:
         done = self.env.event()
         numbers: list[int] = []
         for resource, rate in legs:
-            number = self._number.setdefault(resource, len(self._number))
-            if number == len(self._capacity):
-                self._capacity = np.append(self._capacity, rate)
-            self._capacity[number] = max(self._capacity[number], rate)
+            number = self._number.get(resource)
+            if number is None:
+                number = self._number[resource] = len(self._number)
+                self._capacity.append(0.0)
+            if rate > self._capacity[number]:
+                self._capacity[number], self._capacities = rate, None
             numbers.append(number)
         if size_bytes <= 0 or not numbers:
             return done.succeed()
@@ -118,7 +125,9 @@ class Network:
             self._left, self._size = np.concatenate([self._left, sizes]), np.concatenate([self._size, sizes])
             self._flows += [done for _, _, done in self._fresh]
             self._fresh = []
-        self._rates = fair_rates(self._legs, self._capacity)
+        if self._capacities is None:
+            self._capacities = np.array(self._capacity)
+        self._rates = fair_rates(self._legs, self._capacities)
         self._turn += 1
         if self._flows:
             wait = float((self._left / self._rates).min())

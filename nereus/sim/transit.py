@@ -157,8 +157,9 @@ class Transit:
     def _enqueue(self, operation: Operation) -> None:
         self._interleaved_running += operation.place == "interleaved"
         carries = operation.carries
-        needed = carries or self.durations.needs_thread(operation)
-        lanes = tuple(lane for lane in dict.fromkeys(operation.lanes) if lane >= 0) if needed else ()
+        lanes = operation.lanes if carries or self.durations.needs_thread(operation) else ()
+        if len(lanes) > 1 or (lanes and lanes[0] < 0):  # a host has no thread
+            lanes = tuple([lane for lane in dict.fromkeys(lanes) if lane >= 0])
         name = self._names[id(operation)]
         self._tasks[name] = task = _Task(operation, name, lanes, carries)
         if not lanes or self._may_start(task):
@@ -224,7 +225,7 @@ class Transit:
     def _done(self, task: _Task) -> None:
         operation = task.operation
         if self._tasks.get(task.name) is not task:
-            return
+            return  # it was dropped
         if task.carries:
             self.moved_bytes += operation.size_bytes
         if operation.kind == "commit":

@@ -56,7 +56,7 @@ from nereus.transitions.execution import Settled
 from nereus.transitions.order import Infeasible
 
 MOST_OVERFLOWS = 3
-MANY_SLOTS, TOGETHER_SECONDS = 64, 5e-3
+MANY_SLOTS, TOGETHER_SECONDS = 32, 5e-3
 """On larger fleets transfers begin and end on a grid of so many seconds."""
 
 

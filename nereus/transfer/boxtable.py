@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -57,6 +58,12 @@ class BoxTable:
         """Elements of each row's box."""
         r = self.rows
         return (r[:, ROW1] - r[:, ROW0]) * (r[:, COL1] - r[:, COL0])
+
+    @cached_property
+    def members(self) -> tuple[Ints, Ints]:
+        """The slots of all sets end to end, and how many each set has."""
+        counts = np.array([len(slots) for slots in self.sets], dtype=np.int64)
+        return np.concatenate([*self.sets, np.zeros(0, dtype=np.int64)]), counts
 
     def shard(self, row: int, component: str) -> Shard:
         """A row's box as a shard of one component."""
@@ -197,8 +204,12 @@ class _StageTable:
         self.made: list[Track] = []
         self.sets = _SetIndex()
         self.blocks: list[tuple[Ints, Ints, Ints]] = []
+        self.flat: list[tuple[Ints, Ints, Ints]] = []
+        """Of each buffer: its pieces as `flat_rows` wants them, its cuts, and the set that holds what follows each cut."""
+        self.flat_end = 0
 
     def table(self) -> BoxTable:
+        self._cut_buffers()
         rows = np.concatenate([b[0] for b in self.blocks])
         holders = np.concatenate([b[1] for b in self.blocks])
         part = np.concatenate([b[2] for b in self.blocks])
@@ -292,9 +303,18 @@ class _StageTable:
                 pieces += self._placed(by_name[name], place)
             starts = [a + (b - a) // shares * np.arange(shares, dtype=np.int64) for a, b in buffer.buckets]
             table = np.array(sorted(pieces), dtype=np.int64).reshape(-1, 7)
-            rows, owner, part = flat_rows(table, np.concatenate(starts))
-            held = sets[owner % shares]
-            self.blocks.append((rows[held >= 0], held[held >= 0], part[held >= 0]))
+            table[:, :2] += self.flat_end  # buffers lie end to end, to be cut all at once
+            self.flat.append((table, self.flat_end + np.concatenate(starts), np.tile(sets, len(starts))))
+            self.flat_end += buffer.elements
+
+    def _cut_buffers(self) -> None:
+        """The rows of all buffers."""
+        if not self.flat:
+            return
+        pieces, starts, held_of = (np.concatenate(columns) for columns in zip(*self.flat, strict=True))
+        rows, owner, part = flat_rows(pieces, starts)
+        held = held_of[owner]
+        self.blocks.append((rows[held >= 0], held[held >= 0], part[held >= 0]))
 
     def _placed(self, param: Param, place: int) -> list[tuple[int, ...]]:
         """The pieces of a parameter that starts at `place` of a buffer, as `flat_rows` wants them."""

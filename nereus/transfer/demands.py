@@ -57,6 +57,7 @@ class Jobs:
         self.streams = streams
         self.rows: list[Row] = []
         self.by_senders: dict[tuple[bytes, bool], Job] = {}
+        self._cuts: dict[tuple[int, int], list[int]] = {}
 
     def direct(self, stream: int, members: Ints, senders: Ints, *, crosses: bool) -> None:
         """Every member receives the whole stream from the senders."""
@@ -73,28 +74,32 @@ class Jobs:
                 self._handed_on(wide.stream, chain[link - 1], chain[link], hop=2 * link)
 
     def _striped(self, wide: Wide, members: Ints) -> None:
-        edges = self._edges(wide.stream, len(members))
-        rows = [(wide.stream, int(s), int(edges[i]), int(edges[i + 1]), 0) for i, s in enumerate(members)]
+        edges, slots = self._edges(wide.stream, len(members)), members.tolist()
+        rows = [(wide.stream, slot, edges[i], edges[i + 1], 0) for i, slot in enumerate(slots)]
         self._add(rows, wide.senders, crosses=wide.crosses)
-        self._exchange(wide.stream, members, edges, hop=1)
+        self._exchange(wide.stream, slots, edges, hop=1)
 
     def _handed_on(self, stream: int, before: Ints, members: Ints, hop: int) -> None:
         """The members of the chain's next node take their stripes from those of the node `before`."""
-        edges = self._edges(stream, len(members))
-        for lane, slot in enumerate(members):
-            source = int(before[lane % len(before)])
-            self.rows.append((stream, source, int(slot), int(edges[lane]), int(edges[lane + 1]), hop))
-        self._exchange(stream, members, edges, hop + 1)
+        edges, sources, slots = self._edges(stream, len(members)), before.tolist(), members.tolist()
+        self.rows += [
+            (stream, sources[lane % len(sources)], slot, edges[lane], edges[lane + 1], hop)
+            for lane, slot in enumerate(slots)
+        ]
+        self._exchange(stream, slots, edges, hop + 1)
 
-    def _exchange(self, stream: int, members: Ints, edges: Ints, hop: int) -> None:
+    def _exchange(self, stream: int, members: list[int], edges: list[int], hop: int) -> None:
         for lane, source in enumerate(members):
-            start, stop = int(edges[lane]), int(edges[lane + 1])
-            self.rows += [(stream, int(source), int(s), start, stop, hop) for s in members if s != source]
+            start, stop = edges[lane], edges[lane + 1]
+            self.rows += [(stream, source, slot, start, stop, hop) for slot in members if slot != source]
 
-    def _edges(self, stream: int, count: int) -> Ints:
-        """Where a stream is cut for `count` stripes, in bytes."""
-        size = self.streams.size_bytes[stream]
-        return self.streams.snap(stream, np.arange(count + 1, dtype=np.int64) * size // count)
+    def _edges(self, stream: int, count: int) -> list[int]:
+        """Where a stream is cut for `count` stripes, in bytes; the nodes of its chains are mostly of one size."""
+        key = (stream, count)
+        if key not in self._cuts:
+            even = np.arange(count + 1, dtype=np.int64) * self.streams.size_bytes[stream] // count
+            self._cuts[key] = self.streams.snap(stream, even).tolist()
+        return self._cuts[key]
 
     def _add(self, rows: list[tuple[int, int, int, int, int]], senders: Ints, *, crosses: bool) -> None:
         if len(senders) == 1:

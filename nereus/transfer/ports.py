@@ -28,45 +28,84 @@ class Load:
     amount_bytes: float
 
 
-def pour(levels: Floats, rates: Floats, amount: float) -> Floats:
-    """The division of `amount` over ports that already carry `levels`: the least busiest seconds, all equal below.
+def pour(levels: Floats, rates: Floats, amounts: Floats) -> Floats:
+    """The division of each row's amount over ports that already carry `levels`: the least busiest seconds, all equal below.
 
-    `levels` and the result in bytes, `rates` in bytes per second.
+    `levels` and the result [rows, ports] and `amounts` [rows] in bytes, `rates` [rows, ports] in bytes per second.
     """
     height = levels / rates
-    surface = (amount + levels.sum()) / rates.sum()
-    if surface > height.max():  # every port is below it
-        return np.asarray(surface * rates - levels)
-    order = np.argsort(height, kind="stable")
-    height = height[order]
-    depth = (amount + np.cumsum(levels[order])) / np.cumsum(rates[order])  # the surface if only the first k are used
-    count = int(np.flatnonzero(depth > height)[-1]) + 1 if amount > 0 else 0
-    poured = np.zeros(len(levels))
-    if count:
-        used = order[:count]
-        poured[used] = np.maximum(depth[count - 1] * rates[used] - levels[used], 0.0)
-        poured[used] *= amount / poured[used].sum()
+    surface = (amounts + levels.sum(axis=1)) / rates.sum(axis=1)
+    poured = np.maximum(surface[:, None] * rates - levels, 0.0)
+    some = np.flatnonzero(surface <= height.max(axis=1))  # of the others every port is below the surface
+    if len(some):
+        poured[some] = _poured_low(levels[some], rates[some], amounts[some], height[some])
+    total = poured.sum(axis=1)  # a small amount beside large levels loses digits
+    poured *= np.divide(amounts, total, out=np.zeros(len(total)), where=total > 0)[:, None]
     return poured
+
+
+def _poured_low(levels: Floats, rates: Floats, amounts: Floats, height: Floats) -> Floats:
+    """`pour` where ports at some `height` may stay above the surface."""
+    order = np.argsort(height, axis=1, kind="stable")
+    height, levels, rates = (np.take_along_axis(each, order, axis=1) for each in (height, levels, rates))
+    depth = (amounts[:, None] + np.cumsum(levels, axis=1)) / np.cumsum(rates, axis=1)  # if only the first k are used
+    wet = (depth > height) & (amounts > 0)[:, None]
+    count = np.where(wet.any(axis=1), wet.shape[1] - np.argmax(wet[:, ::-1], axis=1), 0)
+    surface = np.take_along_axis(depth, np.maximum(count - 1, 0)[:, None], axis=1)
+    used = np.arange(wet.shape[1]) < count[:, None]
+    poured = np.empty_like(levels)
+    np.put_along_axis(poured, order, np.where(used, np.maximum(surface * rates - levels, 0.0), 0.0), axis=1)
+    return poured
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Turn:
+    """Loads of as many ports each, none of them shared: `index` [loads] of the list, `ports` and `rates` [loads, ports]."""
+
+    index: list[int]
+    ports: Ints
+    rates: Floats
+    amounts: Floats
+
+
+def _turns(loads: Sequence[Load], rates: Floats) -> list[_Turn]:
+    """The loads, those with few ports first, then large ones; each after all before it that share a port with it."""
+    order = sorted(range(len(loads)), key=lambda i: (len(loads[i].ports), -loads[i].amount_bytes, i))
+    last = np.zeros(len(rates), dtype=np.int64)
+    turns: dict[tuple[int, int], list[int]] = {}
+    for index in order:
+        ports = loads[index].ports
+        turn = int(last[ports].max()) + 1
+        last[ports] = turn
+        turns.setdefault((turn, len(ports)), []).append(index)
+    found: list[_Turn] = []
+    for _, index in sorted(turns.items()):
+        ports = np.stack([loads[i].ports for i in index])
+        amounts = np.array([loads[i].amount_bytes for i in index])
+        found.append(_Turn(index=index, ports=ports, rates=rates[ports], amounts=amounts))
+    return found
 
 
 def spread(fixed: Floats, rates: Floats, loads: Sequence[Load]) -> list[Floats]:
     """The division of every load over its ports, given what the ports carry already (`fixed`, bytes)."""
     level = fixed.copy()
-    shares = [np.zeros(len(load.ports)) for load in loads]
-    order = sorted(range(len(loads)), key=lambda i: (len(loads[i].ports), -loads[i].amount_bytes, i))
-    rate = [rates[load.ports] for load in loads]
+    turns = _turns(loads, rates)
+    shares = [np.zeros(turn.ports.shape) for turn in turns]
     for _ in range(SWEEPS):
         change = 0.0
-        for index in order:
-            ports = loads[index].ports
-            others = level[ports] - shares[index]
-            new = pour(others, rate[index], loads[index].amount_bytes)
-            change = max(change, float(np.abs(new - shares[index]).max()))
-            shares[index] = new
-            level[ports] = others + new
+        for at, turn in enumerate(turns):
+            others = level[turn.ports] - shares[at]
+            new = pour(others, turn.rates, turn.amounts)
+            change = max(change, float(np.abs(new - shares[at]).max()))
+            shares[at] = new
+            level[turn.ports] = others + new
         if change <= SETTLED * max(float(level.max(initial=0.0)), 1.0):
             break
-    return shares
+    found: list[Floats] = [np.zeros(0)] * len(loads)
+    for turn, share in zip(turns, shares, strict=True):
+        for index, row in zip(turn.index, share, strict=True):
+            found[index] = row
+    return found
 
 
 def bound(fixed: Floats, rates: Floats, loads: Sequence[Load], level: Floats) -> tuple[float, float]:

@@ -173,9 +173,7 @@ def _levels(fleet: Fleet, rows: Ints) -> tuple[Floats, Floats, Floats, Floats]:
     crosses = node[rows[:, SOURCE]] != node[rows[:, DESTINATION]]
 
     def over(ports: Ints, sizes: Ints, count: int) -> Floats:
-        total = np.zeros(count)
-        np.add.at(total, ports, sizes)
-        return total
+        return np.bincount(ports, sizes, count).astype(np.float64)
 
     return (
         over(rows[:, SOURCE], size, len(node)),
@@ -225,7 +223,8 @@ def _over_nics(fleet: Fleet, jobs: Sequence[Job], nic_level: Floats, slot_level:
         share, port_of = np.zeros(len(job.senders)), fleet.nic_of[job.senders]
         for port, amount in zip(used.tolist(), amounts.tolist(), strict=True):
             members = np.flatnonzero(port_of == port)
-            share[members] = pour(slot_level[job.senders[members]], np.ones(len(members)), amount)
+            level = slot_level[job.senders[members]][None]
+            share[members] = pour(level, np.ones(level.shape), np.array([amount]))[0]
         shares.append(share)
     return shares
 

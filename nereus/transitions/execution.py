@@ -179,9 +179,9 @@ class Execution:
             unknown = [lane for lane in event.lanes if lane not in self.graph.change.capacity_bytes]
             if unknown:
                 raise self._invalid(f"{lane_name(unknown[0])} is not a lane of this transition")
-        elif event.operation_id not in self._number:
+        elif (index := self._number.get(event.operation_id)) is None:
             raise self._invalid(f"no operation {event.operation_id} in this transition")
-        elif (status := self.status(event.operation_id)) not in ("running", "gone"):
+        elif (status := self._status[index]) not in ("running", "gone"):
             raise self._invalid(f"{event.operation_id} is {status}, so it cannot end now")
 
     def _invalid(self, what: str) -> InvalidEvent:
@@ -197,9 +197,10 @@ class Execution:
             return
         self._left -= 1
         self._early_left -= self.graph.operations[index].place != "pause"
+        waits = self._waits
         for after in self.graph.successors[index]:
-            self._waits[after] -= 1
-            if not self._waits[after]:
+            waits[after] -= 1
+            if not waits[after]:
                 self._open.append(after)
 
     def _stop(self, reason: str) -> tuple[ExecutionCommand, ...]:
@@ -215,12 +216,12 @@ class Execution:
         """What may start now; or the settlement, when nothing runs and nothing more may."""
         if self._trouble:
             return (self._settle(),) if not self._running else ()
-        starts: list[int] = []
+        operations, starts = self.graph.operations, list[int]()
         for index in self._open:  # it may grow
             if self.lost and self._idle(index):
                 self._forgo(index)
                 continue
-            early = self._paused or self.graph.operations[index].place != "pause"
+            early = self._paused or operations[index].place != "pause"
             (starts if early else self._held).append(index)
         self._open.clear()
         for index in starts:
@@ -228,7 +229,7 @@ class Execution:
             self._running.add(index)
         if not self._left:
             return (self._settle(),)
-        return tuple(Start(operation=self.graph.operations[index]) for index in starts)
+        return tuple([Start(operation=operations[index]) for index in starts])
 
     def _needless(self, lanes: tuple[Lane, ...]) -> bool:
         """Whether nothing of the plan after the change is on these lanes."""

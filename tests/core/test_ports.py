@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from scipy.optimize import linprog
 
@@ -69,6 +69,13 @@ def levels(case: Instance, shares: list[np.ndarray]) -> np.ndarray:
 
 @settings(max_examples=120, deadline=None)
 @given(instances())
+@example(
+    Instance(
+        fixed=np.zeros(1),
+        rates=np.array([9.0]),
+        loads=[Load(ports=np.array([0]), amount_bytes=amount) for amount in (1e9, 449175822.9562385, 0.25, 0.125)],
+    )
+)
 def test_the_busiest_port_is_as_idle_as_can_be_and_the_bound_proves_it(case: Instance) -> None:
     shares = spread(case.fixed, case.rates, case.loads)
     for load, share in zip(case.loads, shares, strict=True):
@@ -97,7 +104,7 @@ def test_no_division_beats_the_bound(case: Instance, data: st.DataObject) -> Non
 @given(instances(), AMOUNTS | st.just(0.0))
 def test_pouring_fills_the_lowest_first(case: Instance, amount: float) -> None:
     """Water: ports that get any end at the same height, no other port is below it."""
-    poured = pour(case.fixed, case.rates, amount)
+    poured = pour(case.fixed[None], case.rates[None], np.array([amount]))[0]
     assert poured.sum() == pytest.approx(amount)
     height = (case.fixed + poured) / case.rates
     wet = poured > 1e-9 * amount
@@ -105,6 +112,30 @@ def test_pouring_fills_the_lowest_first(case: Instance, amount: float) -> None:
         surface = height[wet].max()
         np.testing.assert_allclose(height[wet], surface, rtol=1e-6)
         assert (height[~wet] >= surface * (1 - 1e-6)).all()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.lists(AMOUNTS, min_size=4, max_size=4), AMOUNTS | st.just(0.0)), min_size=2, max_size=6))
+def test_rows_are_poured_as_if_each_were_alone(rows: list[tuple[list[float], float]]) -> None:
+    levels, amounts = np.array([level for level, _ in rows]), np.array([amount for _, amount in rows])
+    rates = np.tile((1.0, 9.0, 0.25, 1.0), (len(rows), 1))
+    together = pour(levels, rates, amounts)
+    for row in range(len(rows)):
+        one = slice(row, row + 1)
+        np.testing.assert_array_equal(together[one], pour(levels[one], rates[one], amounts[one]))
+
+
+@settings(max_examples=60, deadline=None)
+@given(instances(), st.data())
+def test_loads_that_share_no_port_do_not_hear_of_each_other(case: Instance, data: st.DataObject) -> None:
+    """Two groups of ports side by side are divided like each group alone, whatever turns their loads take."""
+    size = len(case.fixed)
+    moved = [Load(ports=load.ports + size, amount_bytes=load.amount_bytes) for load in case.loads]
+    order = data.draw(st.permutations(range(2 * len(moved))))
+    both = [(case.loads + moved)[index] for index in order]
+    found = spread(np.tile(case.fixed, 2), np.tile(case.rates, 2), both)
+    level = levels(Instance(fixed=np.tile(case.fixed, 2), rates=np.tile(case.rates, 2), loads=both), found)
+    np.testing.assert_allclose(level[:size].max(), level[size:].max(), rtol=1e-2)
 
 
 def test_a_chain_of_shared_ports_evens_out() -> None:
