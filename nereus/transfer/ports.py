@@ -47,12 +47,13 @@ def pour(levels: Floats, rates: Floats, amounts: Floats) -> Floats:
 def _poured_low(levels: Floats, rates: Floats, amounts: Floats, height: Floats) -> Floats:
     """`pour` where ports at some `height` may stay above the surface."""
     order = np.argsort(height, axis=1, kind="stable")
-    height, levels, rates = (np.take_along_axis(each, order, axis=1) for each in (height, levels, rates))
+    height, levels, rates = [np.take_along_axis(each, order, axis=1) for each in (height, levels, rates)]
     depth = (amounts[:, None] + np.cumsum(levels, axis=1)) / np.cumsum(rates, axis=1)  # if only the first k are used
-    wet = (depth > height) & (amounts > 0)[:, None]
-    count = np.where(wet.any(axis=1), wet.shape[1] - np.argmax(wet[:, ::-1], axis=1), 0)
+    wet: npt.NDArray[np.bool_] = (depth > height) & (amounts > 0)[:, None]
+    count: Ints = np.where(wet.any(axis=1), levels.shape[1] - np.argmax(wet[:, ::-1], axis=1), 0)
     surface = np.take_along_axis(depth, np.maximum(count - 1, 0)[:, None], axis=1)
-    used = np.arange(wet.shape[1]) < count[:, None]
+    place: Ints = np.arange(levels.shape[1], dtype=np.int64)
+    used = place < count[:, None]
     poured = np.empty_like(levels)
     np.put_along_axis(poured, order, np.where(used, np.maximum(surface * rates - levels, 0.0), 0.0), axis=1)
     return poured
