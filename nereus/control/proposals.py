@@ -357,9 +357,13 @@ class Pricing:
             nodes.setdefault(host, []).append(slot)
         self.fleet = Fleet(nodes=tuple(Node(slots=tuple(each), device=CPU_SLOT) for each in nodes.values()))
 
+    def reforms(self, plan: Plan) -> bool:
+        """Whether the world is formed anew: after a loss, and for slots that are in none yet, of which no room is known."""
+        return self.broken or not plan_slots(plan) <= self.ground.room.keys()
+
     def placed(self, plan: Plan) -> Plan:
         """The plan with each stage that is cut anew on the slots that make the change and the weight syncs cheapest."""
-        if self.broken:
+        if self.reforms(plan):
             return plan
         moves: dict[str, StageMove] = {}
         standing: dict[str, tuple[ModelSpec, StagePlan]] = {}
@@ -383,7 +387,7 @@ class Pricing:
     def of(self, plan: Plan) -> PriceEstimate | None:
         """The price of the change to `plan`; None where no order of it fits in memory, or bytes are missing."""
         first, driver = self.first_use_seconds(plan), sum(DRIVER_SECONDS.values())
-        if self.broken:
+        if self.reforms(plan):
             engines = self.engines_seconds(STAGES, plan)
             mean = REFORM_SECONDS + engines + first
             return PriceEstimate(mean_seconds=mean, deviation_seconds=REFORM_SHARE * mean, bound_seconds=engines)
@@ -448,7 +452,7 @@ class Pricing:
 
     def first_use_seconds(self, plan: Plan) -> float:
         """By how much the first step is longer because engines are new."""
-        names = STAGES if self.broken else self.changed(plan)
+        names = STAGES if self.reforms(plan) else self.changed(plan)
         return sum(self.stage_first_use_seconds(name, getattr(plan, name)) for name in names)
 
     def stage_first_use_seconds(self, name: str, stage: StagePlan) -> float:

@@ -1,7 +1,7 @@
 """Slots that leave and come back at steps of the configuration, as a spot market or a scheduler would have it.
 
 A slot that leaves is announced before the step that runs without it, so that its state can be moved off it first. One that
-comes back is started beside the steps; it joins at the first safe point after its engines are imported.
+comes back is started beside the steps; once its engines are imported it waits, in no world, for a plan that wants it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class SlotsLeaving:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SlotsArrived:
-    """So many new slot processes wait to join the world."""
+    """So many slot processes wait to join the world, those of earlier news included."""
 
     at_seconds: float
     slots: int
@@ -78,11 +78,13 @@ class FleetSchedule:
 
     def before(self, step: int) -> tuple[SlotsLeaving | SlotsArrived, ...]:
         """What happens to the fleet before `step`, with the last step's world still standing."""
-        wanted = self._wanted.get(step)
-        present = len(self._pool.numbers)
-        if wanted is not None and wanted > present:
-            self._pool.start_more(wanted - present)
-        if wanted is not None and wanted < present:
-            return (SlotsLeaving(at_seconds=time.time(), slots=self._pool.numbers[wanted:]),)
-        count = self._pool.arrived()
-        return (SlotsArrived(at_seconds=time.time(), slots=count),) if count else ()
+        present, waiting = len(self._pool.numbers), self._pool.waiting_count
+        wanted = self._wanted.get(step, present + waiting)
+        dismissed = min(max(present + waiting - wanted, 0), waiting)
+        if wanted > present + waiting:
+            self._pool.start_more(wanted - present - waiting)
+        if dismissed:
+            self._pool.dismiss(dismissed)
+        count, at = self._pool.arrived(), time.time()
+        news = (SlotsArrived(at_seconds=at, slots=count),) if count or dismissed else ()
+        return (*news, SlotsLeaving(at_seconds=at, slots=self._pool.numbers[wanted:])) if wanted < present else news

@@ -255,6 +255,17 @@ class SlotPool:
         done, _ = ray.wait(refs, num_returns=len(refs), timeout=0) if refs else ([], [])
         return len(refs) if len(done) == len(refs) else 0
 
+    @property
+    def waiting_count(self) -> int:
+        """How many slots were started that are in no world yet, there or not."""
+        return len(self._boots)
+
+    def dismiss(self, count: int) -> None:
+        """Ends the last `count` of the slots that wait to join."""
+        for boot in self._boots[len(self._boots) - count :]:
+            ray.kill(boot.actor)
+        self._boots = self._boots[: len(self._boots) - count]
+
     def admit(self) -> tuple[int, ...]:
         """The numbers of the slots that arrived, after those of the others; they are in no world until `rejoin`."""
         first = len(self._actors)

@@ -9,13 +9,14 @@ are dense, because a world of torch.distributed has ranks from 0 on: after a los
   SlotsLost        FleetChanged, and in a change its end: TransitionDone where it was committed, else TransitionFailed
   Recovered        TransitionDone; StateRestored where steps are done again
   SlotsLeaving     PreemptionNotice, and FleetChanged once the plan no longer uses them
-  SlotsArrived     FleetChanged once they are in the world
+  SlotsArrived     FleetChanged; they are in no world until a plan wants them
   SlotsStay        PreemptionNotice that takes the earlier one back
   SearchDone       the same
   StepRefused      the same
 
   controller's command    world's
-  ChangePlan              the same; Recover while slots are lost, which needs a plan for those that are left
+  ChangePlan              the same; Recover while slots are lost, which needs a plan for those that are left, and to a plan
+                          on slots that wait to join: one new world for both
   Search                  Seek
   Restart                 Relaunch; Recover from a saved state where the policy changes plans live
   Record                  a line of the journal
@@ -94,8 +95,7 @@ class Steering:
     again: bool = False  # the step under way runs once more after recovery; the controller never heard of it
     wanted: Plan | None = None
     leaving_slots: tuple[int, ...] = ()
-    joining_slots: tuple[int, ...] = ()
-    arriving_slots: tuple[int, ...] = ()
+    waiting_slots: tuple[int, ...] = ()  # processes that are in no world yet
     slow: Slow = ()
     stopped: StopRequested | None = None
     why: str = ""  # the last decision's reason to stay
@@ -218,30 +218,29 @@ class Steering:
         return orders
 
     def _arrived(self, event: SlotsArrived) -> tuple[Order, ...]:
-        """New slots join before the next step; a policy that restarts is told at once, its restart takes them in."""
-        arriving = self._new_ids(event.slots)
-        if not self._controller.policy.by_restart:
-            self.arriving_slots = arriving
+        """So many slots wait now: the fleet has them, and the world once a plan, or a restart, takes them in."""
+        fleet, known = self._controller.fleet, self.waiting_slots
+        self.waiting_slots = (*known[: event.slots], *self._new_ids(event.slots - len(known)))
+        gone, new = frozenset(known) - frozenset(self.waiting_slots), self.waiting_slots[len(known) :]
+        if not gone and not new:
             return ()
-        self.joining_slots = arriving
-        fleet = self._controller.fleet
-        last = replace(fleet.nodes[-1], slots=(*fleet.nodes[-1].slots, *arriving))
-        grown = Fleet(nodes=(*fleet.nodes[:-1], last))
-        return self._tell(FleetChanged(at_seconds=event.at_seconds, fleet=grown))
+        fleet = fleet.without(gone)
+        last = replace(fleet.nodes[-1], slots=(*fleet.nodes[-1].slots, *new))
+        changed = Fleet(nodes=(*fleet.nodes[:-1], last))
+        return self._tell(FleetChanged(at_seconds=event.at_seconds, fleet=changed, lost_slots=tuple(sorted(gone))))
 
     def _recovered(self, event: Recovered) -> tuple[Order, ...]:
-        self.ids, self.lost_slots = (*self._left(), *self.joining_slots), None
-        joined, self.joining_slots = self.joining_slots, ()
+        self.ids, self.lost_slots = self._left(), None
         step = self._controller.step
         if self.again:
             self.again = False
             if event.next_step != step:
                 raise InvalidEvent(f"step {event.next_step} is next after recovery, {step} was under way")
-            grown = FleetChanged(at_seconds=event.at_seconds, fleet=self._fleet())
-            return (*(self._tell(grown) if joined else ()), RunStep(step=step))
+            return (RunStep(step=step),)
         plan, at = self._wanted(), event.at_seconds
-        if self.leaving_slots:  # a restart went on without them
-            gone, self.leaving_slots = frozenset(self.leaving_slots), ()
+        gone = frozenset(self.leaving_slots) - frozenset(self.ids)
+        if gone:  # the job went on without them
+            self.leaving_slots = ()
             fleet = self._controller.fleet.without(gone)
             self._tell(FleetChanged(at_seconds=at, fleet=fleet, lost_slots=tuple(sorted(gone))))
         if event.next_step != step:
@@ -255,7 +254,7 @@ class Steering:
         )
 
     def _step_or_fleet(self, command: RunStep) -> tuple[Order, ...]:
-        """The step; before it a world without the slots that leave, which the plan no longer uses, or with new ones."""
+        """The step; before it a world without the slots that leave, which the plan no longer uses."""
         controller = self._controller
         if self.leaving_slots:
             gone, self.leaving_slots = frozenset(self.leaving_slots) & frozenset(self.ids), ()
@@ -264,9 +263,6 @@ class Steering:
             self.lost_slots = tuple(slot for slot, stable in enumerate(self.ids) if stable in gone)
             self.again = True
             return (*orders, self._recover(controller.plan))
-        if self.arriving_slots:
-            self.joining_slots, self.arriving_slots, self.again = self.arriving_slots, (), True
-            return (Recover(lost_slots=(), plan=self._dense(controller.plan, self.ids)),)
         return (command,)
 
     # -- commands -----------------------------------------------------------------------------------------------------
@@ -293,6 +289,9 @@ class Steering:
         match command:
             case ChangePlan():
                 self.wanted = command.plan
+                if self.lost_slots is None and not plan_slots(command.plan).isdisjoint(self.waiting_slots):
+                    self._join()
+                    return (self._recover(command.plan),)
                 if self.lost_slots is not None:
                     return (self._recover(command.plan),)
                 return (replace(command, plan=self._dense(command.plan, self.ids)),)
@@ -315,8 +314,13 @@ class Steering:
         gone = frozenset(self.leaving_slots)
         away = tuple(slot for slot, stable in enumerate(self.ids) if stable in gone)
         self.wanted, self.lost_slots = plan, tuple(sorted({*(self.lost_slots or ()), *away}))
-        ids = (*self._left(), *self.joining_slots)
+        self._join()
+        ids = self._left()
         return Relaunch(slots=len(ids), plan=self._dense(plan, ids), torn=torn)
+
+    def _join(self) -> None:
+        """Slots that wait are the pool's last ones from now on."""
+        self.ids, self.waiting_slots = (*self.ids, *self.waiting_slots), ()
 
     def _saved_first(self, plan: Plan) -> Recover:
         """In the same processes, without the slots that leave, whose part of the state is saved before they do."""
@@ -354,8 +358,8 @@ class Steering:
 
     def _new_ids(self, slots: int) -> tuple[int, ...]:
         """Numbers for new slots: those of slots that are gone first."""
-        free = (number for number in count() if number not in self.ids)
-        return tuple(islice(free, slots))
+        free = (number for number in count() if number not in self.ids and number not in self.waiting_slots)
+        return tuple(islice(free, max(slots, 0)))
 
     def _left(self) -> tuple[int, ...]:
         return tuple(stable for slot, stable in enumerate(self.ids) if slot not in (self.lost_slots or ()))

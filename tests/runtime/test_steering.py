@@ -12,6 +12,7 @@ import pytest
 from nereus.cli.load import dump_config
 from nereus.cli.main import main
 from nereus.config import DataConfig, PlanConfig, PlansConfig, StageConfig
+from nereus.control import proposals
 from nereus.control.controller import AdaptiveController
 from nereus.control.records import plan_slots
 from nereus.control.written import written
@@ -25,6 +26,7 @@ from nereus.runtime.searches import Seek
 from nereus.runtime.steering import Steering
 from tests.runtime.toy_world import ToyWorld, job, run, told
 
+PRICED = [("nereus", 4.0, False), ("nereus", 0.0, True), ("dp-scaling", 4.0, True)]
 Usual = tuple[ToyWorld, Steering, list[dict[str, Any]], Path]
 
 
@@ -115,8 +117,12 @@ def test_a_slot_that_no_stage_used_costs_a_new_world_and_the_step_again(tmp_path
     assert first_difference(records) is None
 
 
-@pytest.mark.parametrize("policy", ["nereus", "dp-scaling"])
-def test_a_slot_leaves_with_its_state_moved_off_first_and_comes_back(tmp_path: Path, policy: str) -> None:
+@pytest.mark.parametrize(("policy", "reform_seconds", "joins"), PRICED)
+def test_a_slot_leaves_with_its_state_moved_off_first_and_comes_back_where_that_pays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str, reform_seconds: float, joins: bool
+) -> None:
+    """A slot that is back waits until a plan wants it: one new world then, and none where it costs more than it saves."""
+    monkeypatch.setattr(proposals, "REFORM_SECONDS", reform_seconds)
     wide = PlanConfig(**{name: StageConfig(dp=4) for name in STAGES})
     news = {5: SlotsLeaving(at_seconds=0.0, slots=(3,)), 9: SlotsArrived(at_seconds=0.0, slots=1)}
     world = ToyWorld(replace(job(policy, divisible=False), plan=wide), fleet=news)
@@ -124,13 +130,29 @@ def test_a_slot_leaves_with_its_state_moved_off_first_and_comes_back(tmp_path: P
     kinds = [type(order) for order in world.orders if not isinstance(order, Seek)]
     leave = kinds.index(Recover)
     assert kinds[leave - 1] is ChangePlan  # off the slot, as a change from a state that is whole
-    assert [order.lost_slots for order in world.orders if isinstance(order, Recover)] == [(3,), ()]
-    assert steering.ids == (0, 1, 2, 3)
+    assert [order.lost_slots for order in world.orders if isinstance(order, Recover)] == [(3,), *[()] * joins]
+    assert (steering.ids, steering.waiting_slots) == (((0, 1, 2, 3), ()) if joins else ((0, 1, 2), (3,)))
     assert [step for step, _ in world.ran] == list(range(1, 17))
     assert steering.controller is not None
+    assert set(steering.controller.fleet.slots) == {0, 1, 2, 3}
     assert not any(record["kind"] == "told" and record["event"]["is"] == "StateRestored" for record in records)
     if policy == "dp-scaling":
         assert steering.controller.plan == first_plan(world.config)
+    assert first_difference(records) is None
+
+
+def test_a_slot_that_no_plan_has_taken_goes_as_it_came(tmp_path: Path) -> None:
+    news = {9: SlotsArrived(at_seconds=0.0, slots=1), 12: SlotsArrived(at_seconds=0.0, slots=0)}
+    world = ToyWorld(job("nereus", divisible=False), fleet=news)
+    steering, records = run(world, tmp_path / "events.jsonl")
+    assert (steering.ids, steering.waiting_slots) == ((0, 1, 2, 3), ())
+    assert steering.controller is not None
+    assert set(steering.controller.fleet.slots) == {0, 1, 2, 3}
+    assert not any(isinstance(order, Recover) for order in world.orders)
+    fleets = [
+        record["event"] for record in records if record["kind"] == "told" and record["event"]["is"] == "FleetChanged"
+    ]
+    assert [event["lost_slots"] for event in fleets] == [[], [4]]
     assert first_difference(records) is None
 
 
@@ -143,12 +165,9 @@ def test_where_a_live_change_would_come_too_late_the_state_is_saved_and_the_proc
     world = ToyWorld(replace(job("nereus", divisible=False), plan=wide), fleet=news)
     steering, records = run(world, tmp_path / "events.jsonl")
     kinds = [order for order in world.orders if isinstance(order, Recover | Relaunch)]
-    assert [(order.lost_slots, order.saved) for order in kinds if isinstance(order, Recover)] == [
-        ((3,), True),
-        ((), False),
-    ]
-    assert len(kinds) == 2
-    assert steering.ids == (0, 1, 2, 3)
+    assert [(order.lost_slots, order.saved) for order in kinds if isinstance(order, Recover)] == [((3,), True)]
+    assert len(kinds) == 1
+    assert (steering.ids, steering.waiting_slots) == ((0, 1, 2), (3,))
     assert [step for step, _ in world.ran] == list(range(1, 17))
     assert first_difference(records) is None
 
