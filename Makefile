@@ -20,7 +20,7 @@ ifeq ($(origin EXPERIMENT),file)
 	@set -e; for name in $(EXPERIMENT); do .venv/bin/nereus experiment verify $$name --jobs $(JOBS); done
 endif
 
-experiments-full: setup  ## experiments/trace.py with ten seeds, and its table: about forty minutes on two cores
+experiments-full: setup  ## experiments/trace.py with ten seeds, and its table: about half an hour on two cores
 	@.venv/bin/nereus experiment run trace_full --jobs $(JOBS) $(ARGS)
 	@.venv/bin/nereus experiment collect trace_full $(ARGS)
 
@@ -50,7 +50,7 @@ bench-faults: setup  ## slots and drivers that die or fail at each kind of opera
 bench-gpu-check: setup  ## scripts/gpu_check as a command on the CPU: every step passes on two slots, a step that fails is told on one: a minute and a half
 	@NEREUS_BENCH_GPU_CHECK=1 OMP_NUM_THREADS=1 .venv/bin/python -m pytest tests/live/test_gpu_check.py $(ARGS)
 
-bench-overhead: setup  ## what deciding costs at 64 to 16,384 slots, and the simulator's own time and memory, as the table of analysis/overhead.py: 10 minutes; ARGS: --most N --table FILE
+bench-overhead: setup  ## what deciding costs at 64 to 16,384 slots, and the simulator's own time and memory, as the table of analysis/overhead.py: 3 minutes; ARGS: --most N --table FILE
 	@OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.overhead $(ARGS)
 
 bench-plan: setup  ## seconds and memory of `nereus plan` for 16 and 1,024 GPUs

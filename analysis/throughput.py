@@ -48,9 +48,7 @@ PHASES = ("update_weights", "gen", "old_log_prob", "ref", "values", "update_crit
 # ## The numbers
 
 # %%
-TABLE, SOURCE = measured_or_sample(
-    HERE.parent / "runs" / NAME / "table.parquet", HERE / "data" / f"{NAME}.sample.parquet"
-)
+TABLE, SOURCE = measured_or_sample(HERE.parent / "runs" / NAME / "table.parquet", HERE / "data" / f"{NAME}.parquet")
 
 
 def means() -> dict[tuple[str, str, str, str], float]:
@@ -80,6 +78,13 @@ def ratio(other: str, fleet: str, lengths: str) -> tuple[float, float] | None:
     return theirs / ours, free / own_free
 
 
+def openrlhf_band(fleet: str, lengths: str) -> tuple[float, float] | None:
+    """The lowest and the highest ratio over OpenRLHF's options: published rows do not state them, so a ratio is no number alone."""
+    ratios = [ratio(other, fleet, lengths) for other in OTHERS if other.startswith("openrlhf")]
+    known = [pair[0] for pair in ratios if pair is not None]
+    return (min(known), max(known)) if known else None
+
+
 def drivers(other: str, fleet: str, lengths: str) -> str:
     """The phases in which the other takes most longer, in seconds."""
     lost = {
@@ -99,11 +104,17 @@ def cell(other: str, fleet: str, lengths: str) -> str:
 kind = "SAMPLE DATA, not to be quoted; " if SOURCE.sample else ""
 print(f"{NAME}: {kind}simulated, {len(SOURCE.runs)} runs: {SOURCE.command}")
 print("times that a step takes over Nereus' settled plan; in brackets if handing weights over were free for all")
-print(f"{'cluster':<22} {'lengths':<7} {'Nereus s':>9}  " + "  ".join(f"{name:<22}" for name in OTHERS))
+head = "  ".join(f"{name:<22}" for name in OTHERS)
+print(f"{'cluster':<22} {'lengths':<7} {'Nereus s':>9}  {head}  openrlhf, over its options")
 for fleet, lengths in CLUSTERS:
     ours = MEANS.get((OURS, fleet, lengths, STEP))
     told = "does not fit" if ours is None else f"{ours:9.1f}"
-    print(f"{fleet:<22} {lengths:<7} {told:>9}  " + "  ".join(f"{cell(o, fleet, lengths):<22}" for o in OTHERS))
+    cells = "  ".join(f"{cell(o, fleet, lengths):<22}" for o in OTHERS)
+    band = openrlhf_band(fleet, lengths)
+    print(
+        f"{fleet:<22} {lengths:<7} {told:>9}  {cells}  "
+        + ("does not fit" if band is None else f"{band[0]:.2f} to {band[1]:.2f}")
+    )
 
 # %% [markdown]
 # ## Ranges, beside the published ones, and what makes the largest
@@ -144,6 +155,16 @@ def panel(axes: Axes, lengths: str) -> None:
         at = [place + (index - 2.5) * 0.14 for place, pair in enumerate(pairs) if pair is not None]
         heights = [pair[0] for pair in pairs if pair is not None]
         axes.bar(at, heights, width=0.13, color=COLOURS[index], label=OTHERS[other])
+    bands = [(place, openrlhf_band(fleet, lengths)) for place, fleet in enumerate(fleets)]
+    known = [(place, band) for place, band in bands if band is not None]
+    axes.vlines(
+        [place + 0.45 for place, _ in known],
+        [low for _, (low, _) in known],
+        [high for _, (_, high) in known],
+        color="black",
+        linewidth=1.5,
+        label="OpenRLHF, over its options",
+    )
     axes.axhline(1.0, color="0.3", linewidth=1)
     axes.set_yscale("log")
     axes.set_yticks([0.5, 1, 2, 4, 8, 16], ["0.5", "1", "2", "4", "8", "16"])

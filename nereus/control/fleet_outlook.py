@@ -91,6 +91,9 @@ class FleetOutlook:
         default_factory=dict[tuple[int, ...], Ground], repr=False, compare=False
     )
     translated: dict[str, GlobalPlan] = field(default_factory=dict[str, GlobalPlan], repr=False, compare=False)
+    placed: dict[tuple[str, str], tuple[str, ...]] = field(
+        default_factory=dict[tuple[str, str], tuple[str, ...]], repr=False, compare=False
+    )
 
     # -- Outlook ------------------------------------------------------------------------------------------------------
 
@@ -234,7 +237,10 @@ class FleetOutlook:
         return self.grounds[pool]
 
     def _devices(self, plan_id: str, phase: str) -> tuple[str, ...]:
-        return self._ground(_slots_of(self.global_plan(plan_id), phase)).devices
+        key = (plan_id, phase)
+        if key not in self.placed:  # a pool of a thousand slots takes long to look up
+            self.placed[key] = self._ground(_slots_of(self.global_plan(plan_id), phase)).devices
+        return self.placed[key]
 
     def _terms_of(self, plan_id: str, batch: StepBatch) -> PhaseTerms:
         key = (plan_id, batch)

@@ -102,9 +102,9 @@ class _FleetSearch:
             self._meet(self.runtime_plan(each.plan))
         for plan in known:
             self._meet(plan)
-        for plan in known:
-            if plan in (present, self._scaled()):
-                self._meet(self._with_micro_batches(plan))
+        base = present if present in known else self._scaled()
+        if base is not None and base in known:
+            self._meet(self._with_micro_batches(base))
         if found.candidates:
             for plan in self._neighbours(present, self.runtime_plan(found.candidates[0].plan)):
                 self._meet(plan)

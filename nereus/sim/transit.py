@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
+from math import ceil
 from typing import Any
 
 import simpy
@@ -31,6 +32,8 @@ from nereus.transitions.graph import Operation, TransitionGraph
 from nereus.transitions.order import Lane
 
 Process = Generator[simpy.Event, Any, None]
+MANY_LANES = 256
+"""Of so many slots and hosts all operations end on the grid of the network, if it has one; else transfers alone."""
 
 
 @dataclass(eq=False, slots=True)
@@ -83,6 +86,9 @@ class Transit:
         self._readers: dict[Lane, int] = defaultdict(int)
         self._writers: set[Lane] = set()
         self._tasks: dict[str, _Task] = {}  # that wait or run
+        many = len(graph.change.capacity_bytes) > MANY_LANES
+        self._grid_seconds = network.together_seconds if many else 0.0
+        self._ends: dict[float, list[Callable[[simpy.Event], None]]] = {}  # what ends at a time of the grid
 
     # -- what the world does -------------------------------------------------------------------------------------
 
@@ -206,9 +212,27 @@ class Transit:
 
     def _after(self, seconds: float, then: Callable[[simpy.Event], None]) -> None:
         """A process for each of ten thousands of operations would take three times as long."""
-        callbacks = self.env.timeout(seconds).callbacks
-        assert callbacks is not None
-        callbacks.append(then)
+        if not self._grid_seconds:
+            callbacks = self.env.timeout(seconds).callbacks
+            assert callbacks is not None
+            callbacks.append(then)
+            return
+        end = ceil((self.env.now + seconds) / self._grid_seconds) * self._grid_seconds
+        if end not in self._ends:
+            self._ends[end] = []
+            self._after_grid(end)
+        self._ends[end].append(then)
+
+    def _after_grid(self, end: float) -> None:
+        """One event for all that ends at a time of the grid."""
+        event = self.env.timeout(max(end - self.env.now, 0.0))
+
+        def ended(_: simpy.Event) -> None:
+            for then in self._ends.pop(end):
+                then(event)
+
+        assert event.callbacks is not None
+        event.callbacks.append(ended)
 
     def _flow(self, task: _Task) -> None:
         """A move's bytes, after what it takes before the first."""

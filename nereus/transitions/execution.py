@@ -27,9 +27,9 @@ class PauseBegun:
     """The step has stopped at a phase boundary: operations of the pause may start."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(unsafe_hash=True, kw_only=True, slots=True)
 class OperationDone:
-    """An operation ended well on all its lanes."""
+    """An operation ended well on all its lanes. Made in hundreds of thousands, so not frozen; nobody changes one."""
 
     operation_id: str
 
@@ -53,9 +53,9 @@ class LanesLost:
 ExecutionEvent = PauseBegun | OperationDone | OperationFailed | LanesLost
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(unsafe_hash=True, kw_only=True, slots=True)
 class Start:
-    """Carry out an operation and report how it ended."""
+    """Carry out an operation and report how it ended. Made as often as OperationDone, and no more changed."""
 
     operation: Operation
 

@@ -46,9 +46,9 @@ MOVES = frozenset(("transfer", "stage_out", "stage_in"))
 """Kinds that carry bytes from one lane to another."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(unsafe_hash=True, kw_only=True, slots=True)
 class Operation:
-    """One step of a transition; `lanes` take part, of a move the source and the destination.
+    """One step of a transition; `lanes` take part, of a move the source and the destination. A value: nobody changes one.
 
     `size_bytes` are moved, claimed or released. `note` says which bytes: "" the EMU's state, or blank, snapshot, parked
     (then the lanes whose bytes wait there). What concerns one piece of a flow only names the flow's other lane in `peer`

@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 SCRIPTS = sorted((ROOT / "analysis").glob("*.py"))
 SIMULATED = {"throughput", "trace", "scale", "sensitivity", "accuracy"}
 """Experiments whose runs are simulated: their tables and figures say so, and measured data is never to be had of them."""
-WHOLE = {"scale", "sensitivity", "accuracy", "overhead", "trace"}
+WHOLE = {"scale", "sensitivity", "accuracy", "overhead", "trace", "throughput"}
 """Experiments whose whole table ships, frozen: no sample."""
 OF_A_RUN = {"measured_run", "measured_throughput"}
 """Scripts that draw run folders instead of the table of an experiment."""
