@@ -118,6 +118,19 @@ class Fleet:
         """The device of every slot."""
         return {slot: node.device for node in self.nodes for slot in node.slots}
 
+    @cached_property
+    def devices(self) -> dict[str, Device]:
+        """The kinds of device by name."""
+        return {node.device.name: node.device for node in self.nodes}
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(self.nodes)
+
+    def __hash__(self) -> int:
+        """Worked out once: a fleet of a thousand slots is asked for it often."""
+        return self._hash
+
     def _table(self, fill: int = -1) -> Slots:
         return np.full(max(self.slots, default=-1) + 1, fill, dtype=np.int64)
 

@@ -212,15 +212,13 @@ class FleetOutlook:
         return Problem(job=job_of(self.config, batch, longest_tokens, ratios), terrain=terrain, memory=memory)
 
     def _all_beliefs(self, fleet: Fleet) -> dict[str, Calibration]:
-        names = sorted({device.name for device in fleet.device_of.values()})
-        return {name: self.beliefs.get(name) or first_belief(name) for name in names}
+        return {name: self.beliefs.get(name) or first_belief(name) for name in sorted(fleet.devices)}
 
     def _rates(self, fleet: Fleet) -> dict[str, Rates]:
         budget = self.config.fleet.slot_budget_bytes
-        devices = {node.device.name: node.device for node in fleet.nodes}
         return {
             name: replace(rates_of(device), memory_bytes=min(budget, device.memory_bytes))
-            for name, device in devices.items()
+            for name, device in fleet.devices.items()
         }
 
     def global_plan(self, plan_id: str) -> GlobalPlan:

@@ -133,9 +133,10 @@ class _FleetSearch:
                 other = replace(best, **{name: replace(getattr(best, name), micro_batch=size)})
                 judged = evaluate(self.problem, planned(self.outlook.config, other, whole))
                 self.evaluated_count += 1
-                if judged.fits and self.outlook.fits(other, self.request.step):
+                if judged.fits:
                     found.append((judged.step.mean_seconds, size, other))
-            best = min(found)[2] if found else best
+            lasting = (each for _, _, each in sorted(found) if self.outlook.fits(each, self.request.step))
+            best = next(lasting, best)
         return best
 
     def _neighbours(self, present: Plan, best: Plan) -> Iterator[Plan]:
